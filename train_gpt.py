@@ -129,13 +129,12 @@ class Settings(Recipe):
 RECIPE_FIELDS = frozenset(f.name for f in fields(Recipe))
 FINEWEB = Settings()
 TINY = replace(
-    FINEWEB, track="tiny", target_loss=3.85, vocab_size=4097, width=256, head_dim=128,
-    mlp_width=1024, layers=6, no_attention=(), long_window=(3, 6),
+    FINEWEB, track="tiny", target_loss=3.56, vocab_size=4097, width=192, head_dim=96,
+    mlp_width=768, layers=6, no_attention=(), long_window=(3, 6),
     value_layers=((1, 0), (2, 1), (5, 0), (6, 1)), skips=((4, 3), (5, 2), (6, 1)),
-    unit_tokens=2048, doc_cap=1024, epochs=4, tokens_per_step=2048, steps=800, extra_steps=20,
-    momentum_warmup=100, windows=(2, 3, 3), final_windows=(1, 3, 4),
-    muon_lr=0.03, adam_lr=0.004, embed_lr=20.0, val_every=400, val_tokens=177071,
-    val_sequence=16384,
+    unit_tokens=512, doc_cap=512, epochs=2, tokens_per_step=2048, steps=600, extra_steps=20,
+    window_unit=64, windows=(4, 4, 4), final_windows=(2, 4, 6), muon_lr=0.045, momentum_warmup=100,
+    embed_lr=40.0, adamw_lr=8e-3, val_every=155, val_tokens=177071, val_sequence=16384,
     val_sha256="e454dfe00ab97d1041eb362e091e4438721ed023d8a245faec642410402baaa7")
 PRESETS = {"fineweb": FINEWEB, "tiny": TINY}
 
@@ -157,7 +156,7 @@ def help_text(preset: Settings) -> str:
         for f in fields(Settings):
             if (f.name in RECIPE_FIELDS) == recipe:
                 choice = f" {'|'.join(get_args(f.type))}" if get_origin(f.type) is Literal else ""
-                default = json.dumps(getattr(preset, f.name)).replace(" ", "")
+                default = str(getattr(preset, f.name)).replace(" ", "") or '""'
                 lines.append(f"  --{f.name}={default}{choice}  {notes[f.name]}")
     return "\n".join(lines)
 
@@ -173,7 +172,7 @@ def parse_value(name: str, kind: type, text: str):
         return text
     try:
         value = ast.literal_eval(text.capitalize() if kind is bool else text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = None
     if kind is float and type(value) is int:
         value = float(value)
@@ -201,39 +200,51 @@ def parse_settings(arguments: list[str]) -> tuple[Settings, dict]:
 
 def check_settings(s: Settings) -> None:
     """Refuse values that cannot work, by name, before anything is built."""
-    ints = {f.name for f in fields(s) if f.type is int}
-    free = {"extra_steps", "momentum_warmup", "seed", "micro_batch", "head_chunk", "val_piece",
+    def refuse(rules: list[tuple[str, bool, str]]) -> None:
+        for name, holds, expected in rules:
+            if not holds:
+                raise UserError(f"--{name}={getattr(s, name)}: expected {expected}")
+
+    def whole(values: tuple, low: int, high: float = math.inf) -> bool:
+        return all(type(v) is int and low <= v <= high for v in values)
+
+    def pairs(values: tuple) -> bool:        # (block, number), no block twice
+        return (all(type(p) is tuple and len(p) == 2 and whole(p, 0) for p in values)
+                and len(dict(values)) == len(values) and whole(tuple(dict(values)), 1, s.layers))
+
+    def fractions(values: tuple) -> bool:
+        return len(values) == 2 and all(type(v) in (int, float) and 0 <= v < 1 for v in values)
+
+    zero = {"extra_steps", "momentum_warmup", "seed", "micro_batch", "head_chunk", "val_piece",
             "threads", "log_every"}
-    pairs = [p for p in s.value_layers + s.skips if not (isinstance(p, tuple) and len(p) == 2)]
-    rules = [(n, getattr(s, n) >= (n not in free), f"at least {int(n not in free)}") for n in ints]
-    rules += [
+    ints = [f.name for f in fields(s) if f.type is int]
+    refuse([(n, getattr(s, n) >= (n not in zero), f"at least {int(n not in zero)}") for n in ints])
+    blocks = f"among blocks 1 to {s.layers}"
+    refuse([
         ("width", s.width % s.head_dim == 0, f"a multiple of head_dim {s.head_dim}"),
         ("head_dim", s.head_dim % 4 == 0, "a multiple of 4, for rotary pairs"),
         ("gate_width", s.gate_width <= s.width, f"at most width {s.width}"),
         ("vocab_size", 1 < s.vocab_size <= 65536, "2 to 65,536: tokens are uint16"),
+        ("logit_cap", 0 < s.logit_cap <= 60, "0 to 60: e^cap must stay far inside fp32"),
         ("unit_tokens", s.unit_tokens % BLOCK == 0, f"a multiple of {BLOCK}"),
         ("doc_cap", s.doc_cap <= s.unit_tokens, f"at most unit_tokens {s.unit_tokens}"),
         ("tokens_per_step", s.tokens_per_step % s.unit_tokens == 0,
          f"a whole number of units of {s.unit_tokens} tokens"),
         ("cooldown", 0 <= s.cooldown <= 1, "0 to 1"), ("lr_floor", 0 <= s.lr_floor <= 1, "0 to 1"),
-        ("windows", len(s.windows) > 0 and all(type(w) is int and w > 0 for w in s.windows),
+        ("windows", s.windows != () and whole(s.windows, 1),
          "whole numbers of units, at least one"),
-        ("final_windows", len(s.final_windows) == 3, "three numbers of units"),
-        ("skips", not pairs and all(1 <= b < a <= s.layers for a, b in s.skips),
-         f"pairs (block, earlier block) among blocks 1 to {s.layers}"),
-        ("value_layers", not pairs and all(1 <= a <= s.layers and b >= 0
-                                           for a, b in s.value_layers),
-         f"pairs (block, table) among blocks 1 to {s.layers}"),
-        ("no_attention", all(n in range(1, s.layers + 1) for n in s.no_attention),
-         f"blocks 1 to {s.layers}"),
-        ("long_window", all(n in range(1, s.layers + 1) for n in s.long_window),
-         f"blocks 1 to {s.layers}"),
+        ("final_windows", len(s.final_windows) == 3 and whole(s.final_windows, 1),
+         "three whole numbers of units"),
+        ("no_attention", whole(s.no_attention, 1, s.layers), blocks),
+        ("long_window", whole(s.long_window, 1, s.layers), blocks),
+        ("value_layers", pairs(s.value_layers), f"pairs (block, table) {blocks}, none twice"),
+        ("skips", pairs(s.skips) and all(0 < b < a for a, b in s.skips),
+         f"pairs (block, earlier block) {blocks}, none twice"),
+        ("momentum", fractions(s.momentum), "two numbers from 0 to below 1"),
+        ("adam_betas", fractions(s.adam_betas), "two numbers from 0 to below 1"),
         ("name", re.fullmatch(r"([A-Za-z0-9][\w.-]*)?", s.name, re.A) is not None,
          "letters, digits, '_', '-' and '.', as it becomes a folder"),
-    ]
-    for name, holds, expected in rules:
-        if not holds:
-            raise UserError(f"--{name}={getattr(s, name)}: expected {expected}")
+    ])
 
 # -- 2 Data ----------------------------------------------------------------------------------------
 # A shard is 256 little-endian int32 (20240520, 1, token count, zeros) and then uint16 tokens. The
@@ -502,10 +513,12 @@ class ValData:
         return make_batch(self.ribbon, [self.groups[group]], self.room, self.documents)
 
     def bytes(self, ranks: Path) -> int | None:
-        """Bytes of text behind the targets by GPT-2's ranks, EoS none; None without the file."""
+        """Bytes of text behind the targets by GPT-2's ranks, EoS none; None without them."""
         if not ranks.exists():
             return None
-        lines = ranks.read_bytes().split(b"\n")[:self.s.vocab_size - 1]
+        lines = ranks.read_bytes().splitlines()[:self.s.vocab_size - 1]
+        if len(lines) < self.s.vocab_size - 1:
+            return None                      # another tokenizer's vocabulary
         sizes = np.array([len(base64.b64decode(line.split()[0])) for line in lines] + [0])
         return int(sizes[self.ribbon.read(1, self.s.val_tokens + 1)].sum())
 
@@ -518,7 +531,7 @@ def file_sha256(path: Path) -> str:
 
 # -- 3 Layers --------------------------------------------------------------------------------------
 
-BLOCK = 128                                  # tokens, tile of the reference attention
+BLOCK = 64                                   # tokens, tile of the reference attention
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm without parameters: x / sqrt(mean(x^2) + 1e-6) over the last axis."""
@@ -593,15 +606,16 @@ def capped_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor,
                   c: Cap) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy fp32 [C], 0 where the target is -1; softmax and d capped / d logit, [C, V].
 
-    Rows beyond the vocabulary are padding: their probability is exactly 0.
+    Rows beyond the vocabulary are padding: their probability is exactly 0. Capped logits lie
+    between 0 and the cap, so their exponentials need no maximum taken off.
     """
     gate_CV = torch.sigmoid((x_CD @ weight_VD.T).float() / c.slope)
     real_V = torch.arange(len(weight_VD), device=x_CD.device) < c.vocab
-    capped_CV = torch.where(real_V, c.cap * gate_CV, -torch.inf)
-    lse_C1 = capped_CV.logsumexp(1, keepdim=True)
-    aim_C1 = capped_CV.gather(1, targets_C.clamp(min=0)[:, None])
-    losses_C = (lse_C1 - aim_C1)[:, 0] * (targets_C >= 0)
-    return losses_C, (capped_CV - lse_C1).exp(), c.cap / c.slope * gate_CV * (1 - gate_CV)
+    exp_CV = torch.where(real_V, (c.cap * gate_CV).exp(), 0.0)
+    sum_C1 = exp_CV.sum(1, keepdim=True)
+    aim_C1 = c.cap * gate_CV.gather(1, targets_C.clamp(min=0)[:, None])
+    losses_C = (sum_C1.log() - aim_C1)[:, 0] * (targets_C >= 0)
+    return losses_C, exp_CV / sum_C1, c.cap / c.slope * gate_CV * (1 - gate_CV)
 
 def chunk_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, c: Cap) -> Tensor:
     return capped_losses(x_CD, weight_VD, targets_C, c)[0]
@@ -852,7 +866,8 @@ class Optimizer:
     """Groups and their state. Rates are tensors, so that compiled updates meet no new constant."""
 
     def __init__(self, model: GPT, s: Settings, compile: bool):
-        self.groups, self.parameters = parameter_groups(model, s), dict(model.named_parameters())
+        self.groups = parameter_groups(model, s)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.numel()}
         self.dtype, self.compile = model.dtype, compile
         self.state = {n: [torch.zeros_like(p) for _ in range(1 + (self.groups[n].kind == "adam"))]
                       for n, p in self.parameters.items()}
@@ -1010,12 +1025,17 @@ def choose_machine(s: Settings) -> Machine:
     bf16 = s.precision == "bf16" or (
         s.precision == "auto" and (cuda or torch.cpu._is_amx_tile_supported()))
     memory = torch.cuda.get_device_properties(device).total_memory / 2 ** 30 if cuda else 0
-    k = s.micro_batch or int((memory - 6) / 4)  # GiB: 6 for the state, 4 a unit, both generous
+    # CUDA: [1] has 3 units; 8 GiB of state and head, 6 a unit. CPU: small, for its caches
+    k = s.micro_batch or (min(3, int((memory - 8) / 6)) if cuda else 4096 // s.unit_tokens)
     room = s.val_piece or min(s.val_sequence, max(65536 if cuda else 16384, 2 * look_back(s)))
     compile, notes = choose_compile(s, device)
     return Machine(device, torch.bfloat16 if bf16 else torch.float32, compile,
                    (largest_divisor(units // world, k), rank, world),
                    s.head_chunk or (8192 if cuda else 2048), -(-room // BLOCK) * BLOCK, notes)
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 def environment(machine: Machine) -> dict:
     """What a stranger needs to judge a timing."""
@@ -1032,7 +1052,7 @@ def environment(machine: Machine) -> dict:
                 triton=triton and triton.__version__, cuda=torch.version.cuda,
                 device=torch.cuda.get_device_name(device) if cuda else "cpu",
                 capability=list(torch.cuda.get_device_capability(device)) if cuda else None,
-                cpu=cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
+                cpu=cpu, cores=cores(), threads=torch.get_num_threads(),
                 processes=machine.share[2], os=platform.platform(terse=True))
 
 # -- 9 Log and clock -------------------------------------------------------------------------------
@@ -1078,9 +1098,9 @@ class Log:
         if self.terminal:
             print("\r\x1b[K" + text, end="", flush=True)
 
-    def event(self, event: str, **facts) -> None:
+    def event(self, event: str, facts: dict) -> None:
         if self.writes:
-            self.files[1].write(json.dumps(dict(event=event, **facts)) + "\n")
+            self.files[1].write(json.dumps(dict(event=event) | facts) + "\n")
 
     def close(self) -> None:
         for file in self.files:
@@ -1166,7 +1186,7 @@ class Run:
         for get in micro_batches:
             total += self.gradients(get(), stage)
         if self.machine.share[2] > 1:
-            for tensor in [total, *(p.grad for p in self.model.parameters())]:
+            for tensor in [total, *(p.grad for p in self.optimizer.parameters.values())]:
                 dist.all_reduce(tensor)
         self.optimizer.step(number, lr_scale(number, self.s), momentum(number, self.s))
         return total / self.s.tokens_per_step
@@ -1223,8 +1243,8 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
 
     def report(number: int, loss: Late, ms: float, waited: float) -> None:
         value, tokens = loss.value(), number * s.tokens_per_step
-        log.event("step", step=number, loss=value, lr_scale=lr_scale(number - 1, s),
-                  train_time_ms=ms, wait_ms=1000 * waited)
+        log.event("step", dict(step=number, loss=value, lr_scale=lr_scale(number - 1, s),
+                               train_time_ms=ms, wait_ms=1000 * waited))
         end.update(step=number, train_time_ms=ms, tokens=tokens, wait_ms=1000 * reader.waited)
         text = (f"step:{number}/{total} train_loss:{value:.4f} train_time:{ms:.0f}ms "
                 f"step_avg:{ms / number:.2f}ms")
@@ -1237,8 +1257,8 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
         loss, ms = run.validate(number), clock.ms()
         bits = run.val_bytes and loss * s.val_tokens / math.log(2) / run.val_bytes
         end.update(val_loss=loss, bits_per_byte=bits)
-        log.event("val", step=number, loss=loss, bits_per_byte=bits, tokens=s.val_tokens,
-                  train_time_ms=ms)
+        log.event("val", dict(step=number, loss=loss, bits_per_byte=bits, tokens=s.val_tokens,
+                              train_time_ms=ms))
         log.line(f"step:{number}/{total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                  f"step_avg:{ms / max(1, number):.2f}ms"
                  + (f" bits_per_byte:{bits:.4f}" if bits else ""))
@@ -1308,7 +1328,7 @@ def announce(log: Log, notes: tuple, facts: dict) -> None:
 
 def finish(log: Log, target: float, end: dict) -> None:
     """The end event and the summary, however the run ended."""
-    log.event("end", **end)
+    log.event("end", end)
     ms = end["train_time_ms"] or 1.0
     log.line(f"{end['status']}: {end['reason']}" if end["reason"] else
              f"summary: val_loss {end['val_loss']:.4f}, target {target}, trained "
@@ -1329,7 +1349,7 @@ def prepare(machine: Machine, s: Settings) -> None:
     if machine.device.type == "cuda":
         torch.cuda.set_device(machine.device)
     else:
-        torch.set_num_threads(s.threads or max(1, (os.cpu_count() or 1) // world))
+        torch.set_num_threads(s.threads or max(1, cores() // world))
         torch.use_deterministic_algorithms(True)  # compiled code sums with atomics otherwise
         torch.utils.deterministic.fill_uninitialized_memory = False
     torch._dynamo.config.recompile_limit = 64  # one compiled function serves many shapes
@@ -1349,16 +1369,16 @@ def run_once(s: Settings, given: dict) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     program, log = keep_program(folder) if writes else ("", ""), Log(folder, run_id, writes)
     facts = start_facts(run, given, name, run_id, f"{now:%Y-%m-%dT%H:%M:%SZ}", program)
-    log.event("start", **facts)
+    log.event("start", facts)
     announce(log, machine.notes, facts)
     end = dict(status="error", reason=None, step=0, val_loss=None, bits_per_byte=None, tokens=0,
                train_time_ms=0.0, wait_ms=0.0, recompiles=0)
     try:
-        began = time.perf_counter()
+        began, known = time.perf_counter(), graphs()
         run.warm_up()
-        seconds = time.perf_counter() - began
-        log.event("warmup", seconds=seconds, graphs=graphs(), restored=True)
-        log.line(f"warm-up: {seconds:.1f} s, {graphs()} graphs compiled, state restored")
+        seconds, made = time.perf_counter() - began, graphs() - known
+        log.event("warmup", dict(seconds=seconds, graphs=made, restored=True))
+        log.line(f"warm-up: {seconds:.1f} s, {made} graphs compiled, state restored")
         train(run, log, folder / f"{run_id}.pt" if s.checkpoint else None, end)
         end["status"] = "complete"
     except NonFinite as error:
@@ -1393,6 +1413,9 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"train_gpt.py: {error.line}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as error:       # before there was a log to say so
+        print("train_gpt.py: interrupted before the run began", file=sys.stderr)
+        return 143 if str(error) == "SIGTERM" else 130
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -102,7 +102,7 @@ def write_events(path: Path, events: list[dict]) -> None:
 
 
 def read_events(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().removesuffix(b"\n").split(b"\n")]
 
 
 def pick(events: list[dict], kind: str, number: int | None = None) -> dict:
