@@ -1,0 +1,1421 @@
+"""Train a 124M-class GPT to 3.28 validation loss on FineWeb on one GPU, or a tiny one on a CPU.
+
+    python train_gpt.py                  the record run, where there are CUDA and FineWeb shards
+    python train_gpt.py --track=tiny     anywhere: real text, two CPU cores, two minutes of training
+    python train_gpt.py --help           every setting with its default, unit and group
+
+The file reads as things happen: a token enters, a loss leaves, gradients return, the clock runs.
+
+    1 Settings       what a run is: the recipe (defines a record) and the machine (free)
+    2 Data           shards, documents, units, micro-batches: one stream on every machine
+    3 Layers         norm, rotary positions, attention inside documents
+    4 Head           the loss over the vocabulary, in chunks
+    5 GPT            the model, its blocks as a table, its initial values
+    6 Optimizers     Polar Express, Muon, Adam
+    7 Schedules      learning rate, momentum, windows: pure functions of the step
+    8 Machine        device, precision, processes and sizes
+    9 Log and clock  a record's files, and the timer that validation stops
+   10 Run            warm up, train, validate
+   11 Main           parse, build, run, report
+
+Shapes are suffixes: T tokens of a micro-batch (documents end to end, no batch axis), C of them in
+a chunk or block, D width, H heads, K head width, F MLP width, V vocabulary (padded), N documents,
+R rotary frequencies, B matrices of a bank.
+
+[1] KellerJordan/modded-nanogpt, record 38, 2025: the recipe.  [2] Muon, K. Jordan et al., 2024.
+[3] Polar Express, Amsel et al., arXiv 2505.16932.  [4] YaRN, Peng et al., arXiv 2309.00071.
+[5] Adam, Kingma and Ba, 2014; AdamW, Loshchilov and Hutter, 2017.  [6] Gemma 2, 2024: soft caps.
+"""
+import ast
+import base64
+import bisect
+import datetime
+import difflib
+import hashlib
+import json
+import math
+import os
+import platform
+import queue
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args, get_origin
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# -- 1 Settings ------------------------------------------------------------------------------------
+# Every number of a run stands here and nowhere else. A record is a run with no recipe override.
+
+@dataclass(frozen=True)
+class Recipe:
+    """What defines a track; the defaults are FINEWEB's. `--help` prints the trailing comments."""
+
+    track: Literal["fineweb", "tiny"] = "fineweb"  # name of the preset
+    target_loss: float = 3.28                # nats per token, mean over the validation set
+    vocab_size: int = 50257                  # the last id is EoS, which opens every document
+    width: int = 768                         # D
+    head_dim: int = 128                      # K; heads = width / head_dim
+    mlp_width: int = 3072                    # F
+    layers: int = 11                         # blocks, numbered from 1
+    no_attention: tuple = (7,)               # blocks without attention
+    long_window: tuple = (4, 11)             # blocks with the long window; others have the short
+    value_layers: tuple = ((1, 1), (2, 2), (9, 0), (10, 1), (11, 2))  # (block, value table)
+    skips: tuple = ((6, 5), (7, 4), (8, 3), (9, 2), (10, 1))  # U-Net: (block, added block)
+    gate_width: int = 12                     # leading activations that the gates read
+    skip_init: float = -1.5                  # before the sigmoid
+    value_mix_init: float = 0.5              # factor of v, and of the value embedding
+    logit_cap: float = 30.0                  # nats; cap * sigmoid(logit / logit_slope)
+    logit_slope: float = 7.5                 # nats
+    attention_scale: float = 0.1             # factor of q.k, at the first window
+    rotary_base: float = 1024.0              # the slowest frequency is 1 / base radians per token
+    unit_tokens: int = 16384                 # tokens of a unit, the atom of the training stream
+    doc_cap: int = 2048                      # tokens of a document that are read, from its start
+    epochs: int = 1                          # passes over the shards that the run may take
+    tokens_per_step: int = 393216            # tokens
+    steps: int = 1630                        # steps of the schedule
+    extra_steps: int = 40                    # steps after it, at the floor of the learning rate
+    cooldown: float = 0.5                    # last part of `steps`, in which the rate falls
+    lr_floor: float = 0.1                    # fraction of the rate at the end
+    window_unit: int = 128                   # tokens
+    windows: tuple = (3, 7, 11)              # units; long, in equal parts of `steps`; short is half
+    final_windows: tuple = (6, 13, 20)       # units; last validation: short, long, long sans YaRN
+    optimizer: Literal["muon", "adamw"] = "muon"  # adamw: AdamW for every parameter
+    muon_lr: float = 0.06                    # per step, in units of an orthogonal matrix
+    momentum: tuple = (0.85, 0.95)           # Muon's, from first to last step of its warm-up
+    momentum_warmup: int = 300               # steps
+    adam_lr: float = 0.008                   # per step
+    adam_betas: tuple = (0.8, 0.95)          # decay of first and second moment
+    adam_eps: float = 2e-13                  # of a mean loss; [1]: 1e-8, sum over 49,152 tokens
+    embed_lr: float = 75.0                   # times adam_lr: embedding and value tables
+    head_lr: float = 1.0                     # times adam_lr
+    scalar_lr: float = 5.0                   # times adam_lr
+    adamw_lr: float = 6e-4                   # per step, of --optimizer=adamw
+    adamw_decay: float = 0.1                 # weight decay of matrices, of --optimizer=adamw
+    val_every: int = 250                     # steps between validations; always one at the end
+    val_tokens: int = 10485760               # targets, from the start of the validation shard
+    val_sequence: int = 262144               # tokens; no attention across sequences
+    val_sha256: str = ""                     # of the validation shard; "" where not yet known
+
+@dataclass(frozen=True)
+class Settings(Recipe):
+    """A recipe on a machine. No field below may change what is computed beyond rounding."""
+
+    seed: int = 0                            # of the initial values
+    name: str = ""                           # record folder = <date>_<name>; "" = the track's name
+    data_dir: str = ""                       # folder of the shards; "" = the track's, below data/
+    records_dir: str = ""                    # parent of the record folder; "" = records/ here
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    precision: Literal["auto", "bf16", "fp32"] = "auto"  # activations; auto: bf16 on CUDA and AMX
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where a compiler is found
+    micro_batch: int = 0                     # units; 0 = by the memory of the device
+    head_chunk: int = 0                      # tokens whose logits exist at once; 0 = chosen
+    val_piece: int = 0                       # tokens validated at once; 0 = chosen
+    prefetch: int = 8                        # micro-batches that the reader thread may be ahead
+    threads: int = 0                         # of torch on a CPU; 0 = all cores
+    checkpoint: bool = True                  # write <id>.pt before the last validation
+    log_every: int = 0                       # steps between lines on the screen; 0 = chosen
+
+RECIPE_FIELDS = frozenset(f.name for f in fields(Recipe))
+FINEWEB = Settings()
+TINY = replace(
+    FINEWEB, track="tiny", target_loss=3.56, vocab_size=4097, width=192, head_dim=96,
+    mlp_width=768, layers=6, no_attention=(), long_window=(3, 6),
+    value_layers=((1, 0), (2, 1), (5, 0), (6, 1)), skips=((4, 3), (5, 2), (6, 1)),
+    unit_tokens=512, doc_cap=512, epochs=2, tokens_per_step=2048, steps=600, extra_steps=20,
+    window_unit=64, windows=(4, 4, 4), final_windows=(2, 4, 6), muon_lr=0.045, momentum_warmup=100,
+    embed_lr=40.0, adamw_lr=8e-3, val_every=155, val_tokens=177071, val_sequence=16384,
+    val_sha256="e454dfe00ab97d1041eb362e091e4438721ed023d8a245faec642410402baaa7")
+PRESETS = {"fineweb": FINEWEB, "tiny": TINY}
+
+class UserError(SystemExit):
+    """Something that the user can mend: one line, no traceback, exit code 2."""
+
+    def __init__(self, line: str):
+        super().__init__(2)
+        self.line = line
+
+def help_text(preset: Settings) -> str:
+    """All settings of `preset` with default, choices, unit and group; notes from this very file."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    notes = dict(re.findall(r"^    (\w+): [^\n#]+ = [^\n#]*?# ([^\n]+)$", source, re.M))
+    lines = [__doc__.split("\n\n")[0], "", "usage: python train_gpt.py [--setting=value ...]"]
+    for recipe, heading in ((True, "recipe: defines the record; a change makes it an experiment"),
+                            (False, "machine: free, may not change what is computed")):
+        lines += ["", heading]
+        for f in fields(Settings):
+            if (f.name in RECIPE_FIELDS) == recipe:
+                choice = f" {'|'.join(get_args(f.type))}" if get_origin(f.type) is Literal else ""
+                default = str(getattr(preset, f.name)).replace(" ", "") or '""'
+                lines.append(f"  --{f.name}={default}{choice}  {notes[f.name]}")
+    return "\n".join(lines)
+
+def parse_value(name: str, kind: type, text: str):
+    """`text` as a value of a field's type; UserError says what was expected and what was found."""
+    if get_origin(kind) is Literal:
+        if text in get_args(kind):
+            return text
+        near = difflib.get_close_matches(text, get_args(kind), 1, 0)[0]
+        choices = ", ".join(get_args(kind))
+        raise UserError(f"--{name}={text}: expected one of {choices}; did you mean {near}?")
+    if kind is str:
+        return text
+    try:
+        value = ast.literal_eval(text.capitalize() if kind is bool else text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        example = {int: "8", float: "0.5", bool: "true", tuple: "(3,7,11)"}[kind]
+        raise UserError(f"--{name}={text}: expected {kind.__name__}, as in --{name}={example}")
+    return value
+
+def parse_settings(arguments: list[str]) -> tuple[Settings, dict]:
+    """`--name=value` words -> settings, and those that differ from the preset's."""
+    kinds, given = {f.name: f.type for f in fields(Settings)}, {}
+    for word in arguments:
+        name, equals, text = word.partition("=")
+        name = name.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or name not in kinds:
+            near = difflib.get_close_matches(name, kinds, 1, 0)[0]
+            raise UserError(f"{word}: no such setting; the nearest is --{near}; --help lists all")
+        if not equals:
+            raise UserError(f"{word}: expected --{name}=value")
+        given[name] = parse_value(name, kinds[name], text)
+    preset = PRESETS[given.get("track", "fineweb" if torch.cuda.is_available() else "tiny")]
+    settings = replace(preset, **given)
+    check_settings(settings)
+    return settings, {n: v for n, v in given.items() if v != getattr(preset, n)}
+
+def check_settings(s: Settings) -> None:
+    """Refuse values that cannot work, by name, before anything is built."""
+    def refuse(rules: list[tuple[str, bool, str]]) -> None:
+        for name, holds, expected in rules:
+            if not holds:
+                raise UserError(f"--{name}={getattr(s, name)}: expected {expected}")
+
+    def whole(values: tuple, low: int, high: float = math.inf) -> bool:
+        return all(type(v) is int and low <= v <= high for v in values)
+
+    def pairs(values: tuple) -> bool:        # (block, number), no block twice
+        return (all(type(p) is tuple and len(p) == 2 and whole(p, 0) for p in values)
+                and len(dict(values)) == len(values) and whole(tuple(dict(values)), 1, s.layers))
+
+    def fractions(values: tuple) -> bool:
+        return len(values) == 2 and all(type(v) in (int, float) and 0 <= v < 1 for v in values)
+
+    zero = {"extra_steps", "momentum_warmup", "seed", "micro_batch", "head_chunk", "val_piece",
+            "threads", "log_every"}
+    ints = [f.name for f in fields(s) if f.type is int]
+    refuse([(n, getattr(s, n) >= (n not in zero), f"at least {int(n not in zero)}") for n in ints])
+    blocks = f"among blocks 1 to {s.layers}"
+    refuse([
+        ("width", s.width % s.head_dim == 0, f"a multiple of head_dim {s.head_dim}"),
+        ("head_dim", s.head_dim % 4 == 0, "a multiple of 4, for rotary pairs"),
+        ("gate_width", s.gate_width <= s.width, f"at most width {s.width}"),
+        ("vocab_size", 1 < s.vocab_size <= 65536, "2 to 65,536: tokens are uint16"),
+        ("logit_cap", 0 < s.logit_cap <= 60, "0 to 60: e^cap must stay far inside fp32"),
+        ("unit_tokens", s.unit_tokens % BLOCK == 0, f"a multiple of {BLOCK}"),
+        ("doc_cap", s.doc_cap <= s.unit_tokens, f"at most unit_tokens {s.unit_tokens}"),
+        ("tokens_per_step", s.tokens_per_step % s.unit_tokens == 0,
+         f"a whole number of units of {s.unit_tokens} tokens"),
+        ("cooldown", 0 <= s.cooldown <= 1, "0 to 1"), ("lr_floor", 0 <= s.lr_floor <= 1, "0 to 1"),
+        ("windows", s.windows != () and whole(s.windows, 1),
+         "whole numbers of units, at least one"),
+        ("final_windows", len(s.final_windows) == 3 and whole(s.final_windows, 1),
+         "three whole numbers of units"),
+        ("no_attention", whole(s.no_attention, 1, s.layers), blocks),
+        ("long_window", whole(s.long_window, 1, s.layers), blocks),
+        ("value_layers", pairs(s.value_layers), f"pairs (block, table) {blocks}, none twice"),
+        ("skips", pairs(s.skips) and all(0 < b < a for a, b in s.skips),
+         f"pairs (block, earlier block) {blocks}, none twice"),
+        ("momentum", fractions(s.momentum), "two numbers from 0 to below 1"),
+        ("adam_betas", fractions(s.adam_betas), "two numbers from 0 to below 1"),
+        ("name", re.fullmatch(r"([A-Za-z0-9][\w.-]*)?", s.name, re.A) is not None,
+         "letters, digits, '_', '-' and '.', as it becomes a folder"),
+    ])
+
+# -- 2 Data ----------------------------------------------------------------------------------------
+# A shard is 256 little-endian int32 (20240520, 1, token count, zeros) and then uint16 tokens. The
+# last id of the vocabulary, EoS, opens every document. Shards are laid end to end to one ribbon, so
+# a document may run over the border of two.
+#
+# A unit is `unit_tokens` tokens of consecutive documents, each cut at `doc_cap` and the last one to
+# fit. What is cut away is not trained on; the next unit begins with the next document. A step is a
+# whole number of units and a micro-batch is k of them: k is the machine's choice, and neither the
+# stream nor the gradient depends on it.
+
+MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
+SCAN_TOKENS = 1 << 23                        # read at once while a shard is indexed: 16 MB
+
+def shard_tokens(path: Path) -> int:
+    """Tokens in the shard at `path`, after checking that the file is one and holds them all."""
+    try:
+        size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=256)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); see --data_dir") from None
+    if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
+        found = f"{size} bytes" if len(header) < 256 else f"{header[0]}, {header[1]}"
+        raise UserError(f"{path}: not a token shard: expected a header of 1,024 bytes beginning "
+                        f"with {MAGIC}, {VERSION}, found {found}; remove it or make it again")
+    tokens = int(header[2])
+    if tokens <= 0 or size != HEADER_BYTES + 2 * tokens:
+        raise UserError(f"{path}: truncated or damaged: its header says {tokens:,} tokens, that is "
+                        f"{HEADER_BYTES + 2 * tokens:,} bytes, found {size:,}; fetch it again")
+    return tokens
+
+def index_shard(path: Path, vocab_size: int) -> tuple[int, np.ndarray]:
+    """Read a shard once: its token count and the positions of EoS, int64 [N]."""
+    tokens, starts, eos = shard_tokens(path), [], vocab_size - 1
+    for first in range(0, tokens, SCAN_TOKENS):
+        count = min(SCAN_TOKENS, tokens - first)
+        part = np.fromfile(path, dtype="<u2", count=count, offset=HEADER_BYTES + 2 * first)
+        if part.max() > eos:
+            at = int(np.argmax(part > eos))
+            raise UserError(f"{path}: token {part[at]} at position {first + at:,}: expected ids "
+                            f"below {vocab_size:,}; was it made with another tokenizer?")
+        starts.append(np.flatnonzero(part == eos) + first)
+    starts = np.concatenate(starts)
+    if len(starts) == 0:
+        raise UserError(f"{path}: no EoS ({eos}) in {tokens:,} tokens: expected one before every "
+                        "document; was it made with another tokenizer?")
+    return tokens, starts
+
+class Ribbon:
+    """Shards laid end to end."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size, self.paths, self.borders = vocab_size, [], [0]
+        self.starts_N = np.empty(0, np.int64)
+
+    def add(self, path: Path) -> None:
+        tokens, starts = index_shard(path, self.vocab_size)
+        self.starts_N = np.concatenate([self.starts_N, starts + self.borders[-1]])
+        self.paths.append(path)
+        self.borders.append(self.borders[-1] + tokens)
+
+    def read(self, a: int, b: int) -> np.ndarray:
+        """Tokens [a, b), uint16, across borders, from any thread. Nothing stays in memory."""
+        parts, shard = [], bisect.bisect_right(self.borders, a) - 1
+        while a < b:
+            end, skip = min(b, self.borders[shard + 1]), a - self.borders[shard]
+            path, offset = self.paths[shard], HEADER_BYTES + 2 * skip
+            parts.append(np.fromfile(path, "<u2", end - a, offset=offset))
+            assert len(parts[-1]) == end - a, f"{path} changed during the run"
+            a, shard = end, shard + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document that have a successor, int64 [N]: the very last has none."""
+        return np.diff(np.append(self.starts_N, self.borders[-1] - 1))
+
+def pack_units(lengths_N: np.ndarray, unit_tokens: int, doc_cap: int) -> np.ndarray:
+    """First document of each unit, and the one after the last unit: int64 [units + 1].
+
+    >>> pack_units(np.array([3, 9, 2, 1, 5, 4]), unit_tokens=6, doc_cap=4)  # capped: 3 4 2 1 4 4
+    array([0, 2, 5])
+    """
+    ends = np.cumsum(np.minimum(lengths_N, doc_cap))
+    firsts, before = [0], 0
+    while (last := int(np.searchsorted(ends, before + unit_tokens))) < len(ends):
+        firsts.append(last + 1)
+        before = ends[last]
+    return np.array(firsts)
+
+class Piece(NamedTuple):
+    """Tokens [start, start + size) of one document; losses count from `scored` on."""
+
+    start: int
+    size: int
+    scored: int
+
+class Batch(NamedTuple):
+    """T tokens of documents laid end to end."""
+
+    inputs_T: Tensor                         # int32
+    targets_T: Tensor                        # int64; -1 where no loss counts
+    positions_T: Tensor                      # int32, index inside the document: 0 opens one
+    cu_seqlens: Tensor                       # int32, borders 0 .. T; padded with T to a fixed size
+
+def make_batch(ribbon: Ribbon, groups: list[list[Piece]], tokens: int, documents: int) -> Batch:
+    """Lay pieces end to end in `tokens` places; free places become a document without targets."""
+    inputs, targets = np.full(tokens, ribbon.vocab_size - 1, np.int32), np.full(tokens, -1)
+    positions = np.arange(tokens, dtype=np.int32)
+    borders, at, n = np.full(documents + 1, tokens, np.int32), 0, 0
+    for group in groups:
+        base = group[0].start
+        text = ribbon.read(base, group[-1].start + group[-1].size + 1)
+        for start, size, scored in group:
+            here, skip = start - base, scored - start
+            inputs[at:at + size] = text[here:here + size]
+            targets[at + skip:at + size] = text[here + skip + 1:here + size + 1]
+            positions[at:at + size] -= at
+            borders[n] = at
+            at, n = at + size, n + 1
+    positions[at:] -= at
+    borders[n] = at
+    return Batch(*map(torch.from_numpy, (inputs, targets, positions, borders)))
+
+class TrainData:
+    """The units of the training shards in order; too few are found before any work is done."""
+
+    def __init__(self, s: Settings, folder: Path):
+        self.s, self.ribbon = s, Ribbon(s.vocab_size)
+        needed, self.units = total_steps(s) * s.tokens_per_step // s.unit_tokens, 0
+        paths = find_shards(folder, "train")
+        for path in paths:
+            self.ribbon.add(path)
+            self.lengths_N = self.ribbon.lengths()
+            self.firsts = pack_units(self.lengths_N, s.unit_tokens, s.doc_cap)
+            self.units = len(self.firsts) - 1
+            if self.units >= needed:
+                break
+        if self.units * s.epochs < needed:
+            raise UserError(f"{folder}: the schedule needs {needed * s.unit_tokens:,} tokens, "
+                            f"found {self.units * s.unit_tokens:,} usable in {len(paths)} shards "
+                            f"({paths[0].name} to {paths[-1].name}), epochs allowed {s.epochs}; "
+                            "add shards, lower --steps or raise --epochs")
+        # one constant for all units, so that shapes never change; coarse, so that caches hit
+        self.documents = -(-int(np.diff(self.firsts).max()) // 64) * 64
+
+    def pieces(self, unit: int) -> list[Piece]:
+        """Documents of a unit of the stream, which begins anew after the last one: an epoch."""
+        unit, room, pieces = unit % self.units, self.s.unit_tokens, []
+        for n in range(self.firsts[unit], self.firsts[unit + 1]):
+            start = int(self.ribbon.starts_N[n])
+            size = int(min(self.lengths_N[n], self.s.doc_cap, room))
+            pieces.append(Piece(start, size, start))
+            room -= size
+        return pieces
+
+    def micro_batch(self, units: list[int]) -> Batch:
+        return make_batch(self.ribbon, [self.pieces(unit) for unit in units],
+                          len(units) * self.s.unit_tokens, len(units) * self.documents)
+
+def find_shards(folder: Path, part: str) -> list[Path]:
+    paths = sorted(folder.glob(f"*_{part}_*.bin"))
+    if not paths:
+        raise UserError(f"{folder}: no *_{part}_*.bin shards; data/README.md says how to get them, "
+                        "--data_dir names another folder")
+    return paths
+
+def unit_schedule(step: int, units_per_step: int, k: int, rank: int, world: int) -> list[list[int]]:
+    """Units of one step for one process, in micro-batches of k: dealt round-robin to processes.
+
+    >>> unit_schedule(step=2, units_per_step=8, k=2, rank=1, world=2)
+    [[17, 19], [21, 23]]
+    """
+    mine = list(range(step * units_per_step + rank, (step + 1) * units_per_step, world))
+    return [mine[i:i + k] for i in range(0, len(mine), k)]
+
+class Reader:
+    """A background thread that keeps up to `prefetch` micro-batches ready, in order."""
+
+    def __init__(self, data: TrainData, s: Settings, machine: "Machine", first_step: int = 0):
+        self.queue, self.waited, self.stopped = queue.Queue(s.prefetch), 0.0, threading.Event()
+        self.data, self.pin = data, machine.device.type == "cuda"
+        per_step, k, rank, world = s.tokens_per_step // s.unit_tokens, *machine.share
+        self.plan = (units for step in range(first_step, total_steps(s))
+                     for units in unit_schedule(step, per_step, k, rank, world))
+        self.thread = threading.Thread(target=self.work, daemon=True, name="reader")
+        self.thread.start()
+
+    def work(self) -> None:
+        try:
+            for units in self.plan:
+                batch = self.data.micro_batch(units)
+                self.put(Batch(*(t.pin_memory() for t in batch)) if self.pin else batch)
+                if self.stopped.is_set():
+                    return
+        except BaseException as error:       # the main thread would wait for ever
+            self.put(error)
+
+    def put(self, item) -> None:
+        while not self.stopped.is_set():
+            try:
+                return self.queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def next(self) -> Batch:
+        began = time.perf_counter()
+        item = self.queue.get()
+        self.waited += time.perf_counter() - began
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self.stopped.set()
+        self.thread.join()
+
+def cut_sequence(starts_N: np.ndarray, first: int, end: int, room: int,
+                 context: int) -> list[list[Piece]]:
+    """Cut the validation sequence [first, end) into groups of at most `room` tokens.
+
+    Groups end where documents end. A document longer than `room` goes on in the next group behind
+    `context` of its tokens again, uncounted: all that its windows can see, so the counted losses
+    are those of the uncut sequence.
+
+    >>> cut = cut_sequence(np.array([0, 4, 7]), first=0, end=20, room=9, context=2)
+    >>> [[tuple(piece) for piece in group] for group in cut]
+    [[(0, 4, 0), (4, 3, 4)], [(7, 9, 7)], [(14, 6, 16)]]
+    """
+    inside = starts_N[(starts_N > first) & (starts_N < end)].tolist()
+    borders, groups, left = [first, *inside, end], [], 0
+    for start, stop in zip(borders, borders[1:]):
+        scored = start
+        while scored < stop:
+            if stop - start > left:          # does not fit behind the others
+                groups.append([])
+                left = room
+            size = min(stop - start, left)
+            groups[-1].append(Piece(start, size, scored))
+            scored = start + size
+            left = left - size if scored == stop else 0
+            start = max(start, scored - context)
+    return groups
+
+class ValData:
+    """The pinned validation set: `val_tokens` targets, in sequences, in groups of pieces."""
+
+    def __init__(self, s: Settings, folder: Path, room: int, context: int):
+        self.s, self.room, self.ribbon = s, room, Ribbon(s.vocab_size)
+        self.path = find_shards(folder, "val")[0]
+        self.ribbon.add(self.path)
+        self.sha256, tokens = file_sha256(self.path), self.ribbon.borders[-1]
+        if s.val_sha256 not in ("", self.sha256):
+            raise UserError(f"{self.path}: not the pinned validation shard: expected sha256 "
+                            f"{s.val_sha256[:12]}.., found {self.sha256[:12]}..; fetch it again, "
+                            "or set --val_sha256= and --val_tokens for an experiment")
+        if tokens <= s.val_tokens:
+            raise UserError(f"{self.path}: validation needs {s.val_tokens + 1:,} tokens, found "
+                            f"{tokens:,}; fetch it again, or set --val_tokens for an experiment")
+        if room <= context and room < s.val_sequence:
+            raise UserError(f"--val_piece={room}: expected more than the {context:,} tokens that "
+                            "the windows can look back")
+        self.groups = [g for first in range(0, s.val_tokens, s.val_sequence) for g in cut_sequence(
+            self.ribbon.starts_N, first, min(first + s.val_sequence, s.val_tokens), room, context)]
+        self.documents = -(-(max(map(len, self.groups)) + 1) // 64) * 64
+
+    def batch(self, group: int) -> Batch:
+        return make_batch(self.ribbon, [self.groups[group]], self.room, self.documents)
+
+    def bytes(self, ranks: Path) -> int | None:
+        """Bytes of text behind the targets by GPT-2's ranks, EoS none; None without them."""
+        if not ranks.exists():
+            return None
+        lines = ranks.read_bytes().splitlines()[:self.s.vocab_size - 1]
+        if len(lines) < self.s.vocab_size - 1:
+            return None                      # another tokenizer's vocabulary
+        sizes = np.array([len(base64.b64decode(line.split()[0])) for line in lines] + [0])
+        return int(sizes[self.ribbon.read(1, self.s.val_tokens + 1)].sum())
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+# -- 3 Layers --------------------------------------------------------------------------------------
+
+BLOCK = 64                                   # tokens, tile of the reference attention
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm without parameters: x / sqrt(mean(x^2) + 1e-6) over the last axis."""
+    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+
+class View(NamedTuple):
+    """What attention may see of a batch at one stage of the schedule."""
+
+    cos_T1R: Tensor                          # fp32 [T, 1, K/2]; the second half is 1: no rotation
+    sin_T1R: Tensor                          # fp32 [T, 1, K/2]; the second half is 0
+    scale: Tensor                            # fp32 [], factor of q.k
+    short: int | Tensor                      # window in tokens, or the mask of the reference
+    long: int | Tensor
+    longest: int                             # bound of a document's tokens
+
+def rotate(x_THK: Tensor, view: View) -> Tensor:
+    """Rotary positions, half-truncated: of the pairs (i, i + K/2) the first K/4 turn. fp32."""
+    x1, x2 = x_THK.float().chunk(2, -1)
+    cos, sin = view.cos_T1R, view.sin_T1R
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], -1)
+
+def block_mask(positions_T: Tensor, window: int, span: int) -> Tensor:
+    """Mask of `blocked_attention`, bool [T/C, 1, C, (span + 1) C], C = BLOCK.
+
+    Query i sees key j of its own document where i - window <= j <= i.
+    """
+    C, device = BLOCK, positions_T.device
+    query, key = torch.arange(C, device=device), torch.arange(-span * C, C, device=device)
+    back = query[:, None] - key              # i - j; a document's first token sees only itself
+    return (back >= 0) & (back <= positions_T.clamp(max=window).view(-1, 1, C, 1))
+
+def blocked_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q.k) v over the visible keys: the reference for every other implementation.
+
+    Each block of C queries meets its own keys and those of `span` blocks before it, as far as a
+    window reaches. Memory grows with T * window, never with T * T.
+    """
+    (T, H, K), C, span = q_THK.shape, BLOCK, mask.size(-1) // BLOCK - 1
+
+    def neighbours(x_THK: Tensor) -> Tensor:  # [T/C, H, (span + 1) C, K]
+        past = F.pad(x_THK, (0, 0, 0, 0, span * C, 0))
+        shifted = [past[n * C:n * C + T].view(T // C, C, H, K) for n in range(span + 1)]
+        return torch.cat(shifted, 1).transpose(1, 2)
+
+    q = q_THK.view(T // C, C, H, K).transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, neighbours(k_THK), neighbours(v_THK), mask, scale=1.0)
+    return y.transpose(1, 2).reshape(T, H, K)
+
+def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, visible: int | Tensor, cu_seqlens: Tensor,
+           longest: int) -> Tensor:
+    """Causal attention inside documents and window; q carries the scale of the softmax."""
+    if isinstance(visible, Tensor):
+        return blocked_attention(q_THK, k_THK, v_THK, visible)
+    from torch.nn.attention.varlen import varlen_attn  # FlashAttention, CUDA only
+    return varlen_attn(q_THK, k_THK, v_THK, cu_seqlens, cu_seqlens, longest, longest,
+                       scale=1.0, window_size=(visible, 0))
+
+# -- 4 Head ----------------------------------------------------------------------------------------
+# The logits of a micro-batch would be its largest tensor by far: 49,152 x 50,304 in bf16 take
+# 4.9 GB, and their gradient as much again. So tokens go in chunks. The gradient of a chunk's logits
+# is known as soon as its loss is, but for one factor: forward computes dx and dW at once, as if the
+# incoming gradient were 1, and backward multiplies by it. Three products, no logit twice.
+
+class Cap(NamedTuple):
+    """capped logit = cap * sigmoid(logit / slope), for the first `vocab` rows of the head. [6]"""
+
+    vocab: int
+    cap: float
+    slope: float
+
+def capped_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor,
+                  c: Cap) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy fp32 [C], 0 where the target is -1; softmax and d capped / d logit, [C, V].
+
+    Rows beyond the vocabulary are padding: their probability is exactly 0. Capped logits lie
+    between 0 and the cap, so their exponentials need no maximum taken off.
+    """
+    gate_CV = torch.sigmoid((x_CD @ weight_VD.T).float() / c.slope)
+    real_V = torch.arange(len(weight_VD), device=x_CD.device) < c.vocab
+    exp_CV = torch.where(real_V, (c.cap * gate_CV).exp(), 0.0)
+    sum_C1 = exp_CV.sum(1, keepdim=True)
+    aim_C1 = c.cap * gate_CV.gather(1, targets_C.clamp(min=0)[:, None])
+    losses_C = (sum_C1.log() - aim_C1)[:, 0] * (targets_C >= 0)
+    return losses_C, exp_CV / sum_C1, c.cap / c.slope * gate_CV * (1 - gate_CV)
+
+def chunk_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, c: Cap) -> Tensor:
+    return capped_losses(x_CD, weight_VD, targets_C, c)[0]
+
+def chunk_gradients(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor,
+                    c: Cap) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses fp32 [C], and the gradients of their sum: dx [C, D], dW [V, D], in the dtype of x."""
+    losses_C, softmax_CV, slope_CV = capped_losses(x_CD, weight_VD, targets_C, c)
+    onehot_CV = torch.arange(len(weight_VD), device=x_CD.device) == targets_C[:, None]
+    d_CV = (softmax_CV - onehot_CV.float()) * slope_CV * (targets_C >= 0)[:, None]
+    d_CV = d_CV.to(x_CD.dtype)
+    return losses_C, d_CV @ weight_VD, d_CV.T @ x_CD
+
+@cache
+def compiled(function, on: bool):
+    """`function` under torch.compile from its first call on; or itself."""
+    return torch.compile(function, fullgraph=True, dynamic=False) if on else function
+
+@torch.library.custom_op("speedrun::head_loss", mutates_args=())
+def head_loss_op(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, vocab: int, cap: float,
+                 slope: float, chunk: int, compile: bool) -> tuple[Tensor, Tensor, Tensor]:
+    weight, gradients = weight_VD.to(x_TD.dtype), compiled(chunk_gradients, compile)
+    dx_TD, dweight_VD = torch.empty_like(x_TD), torch.zeros_like(weight_VD)
+    total = torch.zeros((), device=x_TD.device)
+    for x, dx, targets in zip(x_TD.split(chunk), dx_TD.split(chunk), targets_T.split(chunk)):
+        losses, d, dw = gradients(x, weight, targets, Cap(vocab, cap, slope))
+        dx.copy_(d)
+        dweight_VD += dw
+        total += losses.sum()
+    return total, dx_TD, dweight_VD
+
+@head_loss_op.register_fake
+def _(x_TD, weight_VD, *rest):
+    total = x_TD.new_empty((), dtype=torch.float32)
+    return total, torch.empty_like(x_TD), torch.empty_like(weight_VD)
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(output[1], output[2])
+
+def _backward(ctx, d_loss, d_dx, d_dweight):
+    dx_TD, dweight_VD = ctx.saved_tensors
+    return dx_TD * d_loss.to(dx_TD.dtype), dweight_VD * d_loss, None, None, None, None, None, None
+
+head_loss_op.register_autograd(_backward, setup_context=_save)
+
+def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, s: Settings, chunk: int,
+              compile: bool) -> Tensor:
+    """Sum of the losses of T tokens, fp32 [], with gradients for x (its dtype) and weight (fp32).
+
+    loss = sum_t logsumexp(z_t) - z_t[target_t] with z = cap * sigmoid(W x / slope) over the real
+    vocabulary. Targets of -1 count nothing. At most `chunk` rows of logits exist at once.
+    """
+    return head_loss_op(x_TD, weight_VD, targets_T, s.vocab_size, s.logit_cap, s.logit_slope, chunk,
+                        compile)[0]
+
+def token_losses(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, s: Settings, chunk: int,
+                 compile: bool) -> Tensor:
+    """Cross-entropy of each token without gradients, fp32 [T]: what validation measures."""
+    weight, c = weight_VD.to(x_TD.dtype), Cap(s.vocab_size, s.logit_cap, s.logit_slope)
+    return torch.cat([compiled(chunk_losses, compile)(x, weight, targets, c)
+                      for x, targets in zip(x_TD.split(chunk), targets_T.split(chunk))])
+
+# -- 5 GPT -----------------------------------------------------------------------------------------
+
+class Block(NamedTuple):
+    """Facts of one block. Numbers index the model's banks; None: the block has no such part."""
+
+    attention: int | None
+    long: bool                               # long or short window
+    table: int | None                        # of value embeddings
+    skip: int | None                         # gate of the U-Net skip
+    source: int | None                       # block (from 0) whose output the skip adds
+
+def block_table(s: Settings) -> list[Block]:
+    """The blocks in order; the settings number them from 1."""
+    attentions = [n for n in range(1, s.layers + 1) if n not in s.no_attention]
+    skips, tables = dict(s.skips), dict(s.value_layers)
+    return [Block(attentions.index(n) if n in attentions else None, n in s.long_window,
+                  tables.get(n), list(skips).index(n) if n in skips else None,
+                  skips[n] - 1 if n in skips else None) for n in range(1, s.layers + 1)]
+
+def padded_vocab(s: Settings) -> int:
+    """Rows of embedding and head: the vocabulary rounded up to 128, for the tensor cores."""
+    return -(-s.vocab_size // 128) * 128
+
+class GPT(nn.Module):
+    """The modernised GPT of [1]: packed documents in, activations for the head out.
+
+    Matrices of equal shape live in one bank, one batch for the optimizer. Parameters are fp32 and
+    cast where they are used to the dtype of the activations.
+    """
+
+    def __init__(self, s: Settings, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.s, self.dtype, self.blocks = s, dtype, block_table(s)
+        V, D, H = padded_vocab(s), s.width, s.width // s.head_dim
+        attentions = sum(b.attention is not None for b in self.blocks)
+        tables = 1 + max((b.table for b in self.blocks if b.table is not None), default=-1)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape))
+
+        self.embed = weight(V, D)
+        self.value_embeds = weight(tables, V, D)
+        self.smear_gate = weight(1, 1, s.gate_width)
+        self.smear_scale = weight(1)
+        self.attention_bank = weight(4 * attentions, D, D)  # q, k, v, o of each, [out, in]
+        self.attention_gates = weight(attentions, H, s.gate_width)
+        self.mlp_bank = weight(2 * s.layers, D, s.mlp_width)  # up, down of each block, both [D, F]
+        self.residual_mix = weight(s.layers, 2)  # x <- a x + b x0
+        self.value_mix = weight(attentions, 2)  # v <- c v + d (value embedding)
+        self.skip_gates = weight(len(s.skips))
+        self.head = weight(V, D)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Every parameter, in one place, on the CPU. The zero head makes the first loss
+        ln(vocab_size), of the unpadded vocabulary."""
+        bound = math.sqrt(3) * 0.5 / math.sqrt(self.s.width)
+        for name, p in self.named_parameters():
+            if name in ("embed", "value_embeds"):
+                p.normal_(generator=generator)
+            elif name in ("attention_bank", "mlp_bank"):
+                every = 4 if name == "attention_bank" else 2
+                p.uniform_(-bound, bound, generator=generator)
+                p[every - 1::every] = 0      # o, down
+            elif name == "residual_mix":
+                p.copy_(torch.tensor([1.0, 0.0]).expand_as(p))
+            elif name in ("value_mix", "skip_gates"):
+                p.fill_(self.s.value_mix_init if name == "value_mix" else self.s.skip_init)
+            elif name in ("head", "smear_gate", "smear_scale", "attention_gates"):
+                p.zero_()
+            else:
+                raise AssertionError(f"no initial value for parameter {name}")
+
+    def forward(self, batch: Batch, view: View) -> Tensor:
+        """x_TD behind the last norm, in the model's dtype: the input of the head."""
+        x = x0 = norm(self.smear(F.embedding(batch.inputs_T, self.embed).to(self.dtype), batch))
+        values = [F.embedding(batch.inputs_T, t).to(self.dtype) for t in self.value_embeds]
+        outputs = []
+        for n, block in enumerate(self.blocks):
+            if block.skip is not None:
+                x = x + torch.sigmoid(self.skip_gates[block.skip]) * outputs[block.source]
+            x = self.residual_mix[n, 0] * x + self.residual_mix[n, 1] * x0
+            if block.attention is not None:
+                ve_TD = values[block.table] if block.table is not None else None
+                x = x + self.attention(norm(x), ve_TD, block, batch, view)
+            x = x + self.mlp(norm(x), *self.mlp_bank[2 * n:2 * n + 2].to(self.dtype))
+            outputs.append(x)
+        return norm(x)
+
+    def smear(self, e_TD: Tensor, batch: Batch) -> Tensor:
+        """Each token takes a gated part of the one before it in its document."""
+        gate_T1 = F.linear(e_TD[:, :self.s.gate_width], self.smear_gate[0].to(e_TD.dtype))
+        gate_T1 = torch.sigmoid(gate_T1) * (batch.positions_T > 0)[:, None]
+        return e_TD + self.smear_scale.to(e_TD.dtype) * gate_T1 * F.pad(e_TD, (0, 0, 1, 0))[:-1]
+
+    def attention(self, x_TD: Tensor, ve_TD: Tensor | None, block: Block, batch: Batch,
+                  view: View) -> Tensor:
+        (T, D), K, n = x_TD.shape, self.s.head_dim, block.attention
+        w = self.attention_bank[4 * n:4 * n + 4].to(x_TD.dtype)
+        q, k, v = F.linear(x_TD, w[:3].view(3 * D, D)).view(T, 3, D // K, K).unbind(1)
+        q = (rotate(norm(q), view) * view.scale).to(x_TD.dtype)
+        k = rotate(norm(k), view).to(x_TD.dtype)
+        v = self.value_mix[n, 0] * v
+        if ve_TD is not None:
+            v = v + self.value_mix[n, 1] * ve_TD.view(T, D // K, K)
+        y = attend(q, k, v, view.long if block.long else view.short, batch.cu_seqlens, view.longest)
+        gate_TH = F.linear(x_TD[:, :self.s.gate_width], self.attention_gates[n].to(x_TD.dtype))
+        return F.linear((y * torch.sigmoid(gate_TH)[:, :, None]).reshape(T, D), w[3])
+
+    def mlp(self, x_TD: Tensor, up_DF: Tensor, down_DF: Tensor) -> Tensor:
+        """down relu(up x)^2"""
+        return F.linear(F.relu(x_TD @ up_DF).square(), down_DF)
+
+    def loss(self, batch: Batch, view: View, chunk: int, compile: bool) -> Tensor:
+        """Summed loss of a micro-batch, fp32 []."""
+        return head_loss(self(batch, view), self.head, batch.targets_T, self.s, chunk, compile)
+
+# -- 6 Optimizers ----------------------------------------------------------------------------------
+# Muon [2] for matrices: the step is the semi-orthogonal matrix nearest to the momentum, so that all
+# directions move alike. Adam [5] for the rest. The updates are pure; `Optimizer` keeps their state.
+
+POLAR_EXPRESS = (                            # (a, b, c) of 5 iterations, safety factor 1.02 [3]
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+def polar_express(g_BMN: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """U V^T of each U S V^T of a bank, nearly: singular values close to 1. In `dtype`. [3]
+
+    X <- X / (1.02 |X|_F); 5 times X <- a X + (b A + c A^2) X with A = X X^T, on the wide side.
+    """
+    tall = g_BMN.size(-2) > g_BMN.size(-1)
+    x = g_BMN.mT if tall else g_BMN
+    # beside the gradient of a mean: 1e-6 beside that of a sum over 49,152 tokens, as in [1]
+    x = (x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 2e-11)).to(dtype)
+    for a, b, c in POLAR_EXPRESS:
+        A = x @ x.mT
+        x = a * x + (b * A + c * (A @ A)) @ x
+    return x.mT if tall else x
+
+def muon_update(p: Tensor, g: Tensor, m: Tensor, lr: Tensor, mu: Tensor,
+                dtype: torch.dtype) -> None:
+    """m <- mu m + (1 - mu) g;  p <- p - lr sqrt(max(1, rows/cols)) polar(mu m + (1 - mu) g). [2]"""
+    m.lerp_(g, 1 - mu)
+    step = polar_express(torch.lerp(g, m, mu), dtype).to(p.dtype)
+    p.sub_(step * (lr * math.sqrt(max(1, p.size(-2) / p.size(-1)))))
+
+def adam_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, betas: tuple, eps: float,
+                decay: float, step: Tensor) -> None:
+    """AdamW: p <- (1 - lr decay) p - lr m^ / (sqrt(v^) + eps), bias-corrected; step >= 1. [5]"""
+    m.lerp_(g, 1 - betas[0])
+    v.lerp_(g * g, 1 - betas[1])
+    denominator = (v / (1 - betas[1] ** step)).sqrt() + eps
+    p.mul_(1 - lr * decay).sub_(lr * (m / (1 - betas[0] ** step)) / denominator)
+
+class Group(NamedTuple):
+    """How a parameter is trained."""
+
+    kind: Literal["muon", "adam"]
+    lr: float                                # before the schedule
+    betas: tuple = ()
+    eps: float = 0.0
+    decay: float = 0.0
+
+def parameter_groups(model: GPT, s: Settings) -> dict[str, Group]:
+    """Parameter name -> group, covering the model exactly."""
+    def adam(times: float) -> Group:
+        return Group("adam", s.adam_lr * times, s.adam_betas, s.adam_eps)
+
+    table, scalar, muon = adam(s.embed_lr), adam(s.scalar_lr), Group("muon", s.muon_lr)
+    groups = dict(embed=table, value_embeds=table, head=adam(s.head_lr), smear_scale=scalar,
+                  residual_mix=scalar, value_mix=scalar, skip_gates=scalar, smear_gate=muon,
+                  attention_bank=muon, attention_gates=muon, mlp_bank=muon)
+    names = {n for n, _ in model.named_parameters()}
+    assert names == set(groups), f"groups do not cover the parameters: {names ^ set(groups)}"
+    if s.optimizer == "adamw":
+        decayed = {"attention_bank", "mlp_bank", "head"}
+        groups = {n: Group("adam", s.adamw_lr, (0.9, 0.95), 1e-8, s.adamw_decay * (n in decayed))
+                  for n in groups}
+    return groups
+
+class Optimizer:
+    """Groups and their state. Rates are tensors, so that compiled updates meet no new constant."""
+
+    def __init__(self, model: GPT, s: Settings, compile: bool):
+        self.groups = parameter_groups(model, s)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.numel()}
+        self.dtype, self.compile = model.dtype, compile
+        self.state = {n: [torch.zeros_like(p) for _ in range(1 + (self.groups[n].kind == "adam"))]
+                      for n, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def step(self, number: int, lr_scale: float, momentum: float) -> None:
+        """Apply and drop the gradients of step `number`, counted from 0."""
+        count, mu = torch.tensor(number + 1.0), torch.tensor(momentum)
+        for name, p in self.parameters.items():
+            kind, lr, betas, eps, decay = self.groups[name]
+            rate, on = torch.tensor(lr * lr_scale), self.compile and p.numel() > 1 << 16
+            if kind == "muon":
+                compiled(muon_update, on)(p, p.grad, *self.state[name], rate, mu, self.dtype)
+            else:
+                compiled(adam_update, on)(p, p.grad, *self.state[name], rate, betas, eps, decay,
+                                          count)
+            p.grad = None
+
+# -- 7 Schedules -----------------------------------------------------------------------------------
+
+def total_steps(s: Settings) -> int:
+    return s.steps + s.extra_steps
+
+def lr_scale(step: int, s: Settings) -> float:
+    """Factor of the rates: 1, falling linearly to the floor over the last `cooldown` of `steps`.
+
+    >>> [round(lr_scale(n, FINEWEB), 3) for n in (0, 815, 1222, 1630, 1669)]
+    [1.0, 1.0, 0.551, 0.1, 0.1]
+    """
+    left = max(0.0, 1 - step / s.steps)
+    high = min(1.0, left / s.cooldown) if s.cooldown else float(left > 0)
+    return high + (1 - high) * s.lr_floor
+
+def momentum(step: int, s: Settings) -> float:
+    """Muon's momentum, rising linearly over its warm-up.
+
+    >>> [round(momentum(n, FINEWEB), 3) for n in (0, 150, 300, 1000)]
+    [0.85, 0.9, 0.95, 0.95]
+    """
+    first, last = s.momentum
+    return first + (last - first) * min(1.0, step / max(1, s.momentum_warmup))
+
+class Stage(NamedTuple):
+    """A stretch of the schedule with constant windows."""
+
+    first_step: int
+    short: int                               # tokens that a query looks back, beside itself
+    long: int
+    scale: float                             # of q.k
+    freqs_R: tuple                           # rotary, radians per token
+    spans: tuple                             # blocks that the reference lays out: short, long
+
+def yarn(freqs_R: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
+    """Rotary frequencies and softmax scale for a window of `new` instead of `old` tokens. [4]
+
+    What turns often in the old window keeps its speed; what turns less than once is stretched.
+
+    >>> yarn(np.array([1.0, 0.01]), 0.1, old=384, new=896)[0].round(4).tolist()
+    [1.0, 0.0043]
+    """
+    keep = np.clip((old * freqs_R / (2 * math.pi) - 1) / (32 - 1), 0, 1)
+    return freqs_R * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
+
+def stages(s: Settings) -> list[Stage]:
+    """Stages of training, and last that of the final validation, which begins at the total.
+
+    >>> [(g.first_step, g.short, g.long) for g in stages(FINEWEB)]
+    [(0, 128, 384), (543, 384, 896), (1086, 640, 1408), (1670, 768, 2560)]
+    """
+    unit, total, before, result = s.window_unit, total_steps(s), s.windows[0], []
+    freqs, scale = (1 / s.rotary_base) ** np.linspace(0, 1, s.head_dim // 4), s.attention_scale
+    plan = [(i * s.steps // len(s.windows), w // 2, w, w) for i, w in enumerate(s.windows)]
+    for first, short, long, shown in [*plan, (total, *s.final_windows)]:
+        if long != before:
+            freqs, scale = yarn(freqs, scale, before * unit, long * unit)
+        before = long
+        # one layout for all of training: on a CPU it then compiles once
+        widest = (short, shown) if first == total else (max(s.windows) // 2, max(s.windows))
+        spans = tuple(-(-w * unit // BLOCK) for w in widest)
+        result.append(Stage(first, short * unit, shown * unit, scale, tuple(freqs.tolist()), spans))
+    return result
+
+def stage_at(step: int, all_stages: list[Stage]) -> Stage:
+    return [g for g in all_stages if g.first_step <= step][-1]
+
+def look_back(s: Settings) -> int:
+    """Tokens before it that a token's loss depends on: all windows, and one for the smear."""
+    blocks = [b for b in block_table(s) if b.attention is not None]
+    return 1 + max(sum(g.long if b.long else g.short for b in blocks) for g in stages(s))
+
+def make_view(batch: Batch, stage: Stage, longest: int) -> View:
+    """Rotary tables and windows of a batch, on its device; masks for the reference attention."""
+    device = batch.inputs_T.device
+    freqs_R = torch.tensor(stage.freqs_R, dtype=torch.float32, device=device)
+    angle_T1R = batch.positions_T[:, None, None] * F.pad(freqs_R, (0, len(freqs_R)))
+    windows = (stage.short, stage.long)
+    if device.type != "cuda":
+        windows = [block_mask(batch.positions_T, *pair) for pair in zip(windows, stage.spans)]
+    scale = torch.tensor(stage.scale, dtype=torch.float32, device=device)
+    return View(angle_T1R.cos(), angle_T1R.sin(), scale, *windows, longest)
+
+# -- 8 Machine -------------------------------------------------------------------------------------
+
+class Machine(NamedTuple):
+    """Where a run happens and what was chosen for it; none of it changes what is computed."""
+
+    device: torch.device
+    dtype: torch.dtype                       # of activations
+    compile: bool
+    share: tuple                             # units per micro-batch, rank, processes
+    head_chunk: int                          # tokens
+    val_piece: int                           # tokens
+    notes: tuple                             # lines for the log: what could not be had, and why
+
+def choose_device(s: Settings) -> torch.device:
+    if s.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device=cuda: torch finds no CUDA device; see nvidia-smi, and whether "
+                        "torch is a CUDA build")
+    if s.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise UserError(f"{torch.cuda.get_device_name(device)}: capability {major}.{minor}, "
+                        "expected 8.0 or higher for bf16 and Triton; --device=cpu --track=tiny "
+                        "runs anywhere")
+    return device
+
+def choose_compile(s: Settings, device: torch.device) -> tuple[bool, tuple]:
+    """Whether to compile, and a note where not."""
+    compiler = os.environ.get("CXX") or "g++"
+    if s.compile != "auto":
+        return s.compile == "on", ()
+    if device.type == "cpu" and s.track == "fineweb":
+        return False, ("not compiled: on a CPU the full size is for checking, not for training",)
+    if shutil.which(compiler) is None:
+        return False, (f"not compiled, so slower: no C++ compiler {compiler}; apt install g++",)
+    return True, ()
+
+def largest_divisor(n: int, bound: int) -> int:
+    """The largest divisor of n up to `bound`.
+
+    >>> largest_divisor(24, 7)
+    6
+    """
+    return max(d for d in range(1, max(1, min(n, bound)) + 1) if n % d == 0)
+
+def choose_machine(s: Settings) -> Machine:
+    """Device, precision, processes and sizes, from the settings and what is there."""
+    device, units = choose_device(s), s.tokens_per_step // s.unit_tokens
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if units % world:
+        raise UserError(f"--nproc_per_node={world}: expected a divisor of the {units} units a step")
+    cuda = device.type == "cuda"
+    bf16 = s.precision == "bf16" or (
+        s.precision == "auto" and (cuda or torch.cpu._is_amx_tile_supported()))
+    memory = torch.cuda.get_device_properties(device).total_memory / 2 ** 30 if cuda else 0
+    # CUDA: [1] has 3 units; 8 GiB of state and head, 6 a unit. CPU: small, for its caches
+    k = s.micro_batch or (min(3, int((memory - 8) / 6)) if cuda else 4096 // s.unit_tokens)
+    room = s.val_piece or min(s.val_sequence, max(65536 if cuda else 16384, 2 * look_back(s)))
+    compile, notes = choose_compile(s, device)
+    return Machine(device, torch.bfloat16 if bf16 else torch.float32, compile,
+                   (largest_divisor(units // world, k), rank, world),
+                   s.head_chunk or (8192 if cuda else 2048), -(-room // BLOCK) * BLOCK, notes)
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+def environment(machine: Machine) -> dict:
+    """What a stranger needs to judge a timing."""
+    try:
+        import triton
+    except ImportError:
+        triton = None
+    try:
+        cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())[1]
+    except (OSError, TypeError):
+        cpu = platform.processor() or platform.machine()
+    cuda, device = machine.device.type == "cuda", machine.device
+    return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
+                triton=triton and triton.__version__, cuda=torch.version.cuda,
+                device=torch.cuda.get_device_name(device) if cuda else "cpu",
+                capability=list(torch.cuda.get_device_capability(device)) if cuda else None,
+                cpu=cpu, cores=cores(), threads=torch.get_num_threads(),
+                processes=machine.share[2], os=platform.platform(terse=True))
+
+# -- 9 Log and clock -------------------------------------------------------------------------------
+
+class Clock:
+    """Timed training, between `start` and `stop`; at both the device has finished its work."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.total, self.began = device, 0.0, None
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def start(self) -> None:
+        self.began = self.now()
+
+    def stop(self) -> None:
+        self.total, self.began = self.total + self.now() - self.began, None
+
+    def ms(self) -> float:
+        """Milliseconds so far; while the clock runs, without waiting for the device."""
+        running = 0.0 if self.began is None else time.perf_counter() - self.began
+        return 1000 * (self.total + running)
+
+class Log:
+    """A record's two files and the screen; rank 0 alone writes, line by line."""
+
+    def __init__(self, folder: Path, name: str, writes: bool):
+        self.writes, self.terminal = writes, writes and sys.stdout.isatty()
+        self.files = [open(folder / f"{name}.{kind}", "x", buffering=1, encoding="utf-8")
+                      for kind in ("txt", "jsonl") if writes]
+
+    def line(self, text: str, screen: bool = True) -> None:
+        if self.writes:
+            self.files[0].write(text + "\n")
+            if screen:
+                print(("\r\x1b[K" if self.terminal else "") + text, flush=True)
+
+    def progress(self, text: str) -> None:
+        """A line that the next one overwrites, on a terminal."""
+        if self.terminal:
+            print("\r\x1b[K" + text, end="", flush=True)
+
+    def event(self, event: str, facts: dict) -> None:
+        if self.writes:
+            self.files[1].write(json.dumps(dict(event=event) | facts) + "\n")
+
+    def close(self) -> None:
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+def write_whole(path: Path, write) -> None:
+    """A file that is there whole or not at all: temporary name, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+def keep_program(folder: Path) -> tuple[str, str]:
+    """Copy this file into the record folder once, named by its hash; its name there and sha256."""
+    source = Path(__file__).read_bytes()
+    sha256 = hashlib.sha256(source).hexdigest()
+    name = f"train_gpt_{sha256[:8]}.py"
+    if not (folder / name).exists():
+        write_whole(folder / name, lambda file: file.write(source))
+    return name, sha256
+
+# -- 10 Run ----------------------------------------------------------------------------------------
+
+class NonFinite(Exception):
+    """A loss that is no number: the run stops."""
+
+class Late:
+    """A loss on its way from the device, read a step later: the device never waits for us."""
+
+    def __init__(self, loss: Tensor):
+        self.host = loss.detach().to("cpu", non_blocking=True)
+        self.ready = torch.cuda.Event() if loss.is_cuda else None
+        if self.ready:
+            self.ready.record()
+
+    def value(self) -> float:
+        if self.ready:
+            self.ready.synchronize()
+        return self.host.item()
+
+class Run:
+    """Model, optimizer and data of one run, and the steps that tie them together."""
+
+    def __init__(self, s: Settings, machine: Machine):
+        own = dict(fineweb="fineweb10B", tiny="tiny")[s.track]
+        data, self.stages = Path(__file__).parent / "data", stages(s)
+        folder = Path(s.data_dir) if s.data_dir else data / own
+        self.s, self.machine = s, machine
+        self.train_data = TrainData(s, folder)
+        self.val_data = ValData(s, folder, machine.val_piece, look_back(s))
+        self.val_bytes = self.val_data.bytes(data / "gpt2.tiktoken")
+        self.model = GPT(s, machine.dtype)
+        self.model.init_weights(torch.Generator().manual_seed(s.seed))
+        self.model.to(machine.device)
+        self.optimizer = Optimizer(self.model, s, machine.compile)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that training changes, by name."""
+        tensors = {f"model.{n}": p.data for n, p in self.model.named_parameters()}
+        for name, state in self.optimizer.state.items():
+            tensors |= {f"optimizer.{name}.{i}": t for i, t in enumerate(state)}
+        return tensors
+
+    def gradients(self, batch: Batch, stage: Stage) -> Tensor:
+        """Add a micro-batch's share of the gradient of the step's mean loss; its summed loss."""
+        m = self.machine
+        batch = Batch(*(t.to(m.device, non_blocking=True) for t in batch))
+        view = make_view(batch, stage, self.s.doc_cap)
+        loss = compiled(GPT.loss, m.compile)(self.model, batch, view, m.head_chunk, m.compile)
+        loss.backward(torch.tensor(1 / self.s.tokens_per_step, device=m.device))
+        return loss.detach()
+
+    def step(self, number: int, micro_batches: list) -> Tensor:
+        """Optimizer step `number` (from 0); `micro_batches` are callables. Mean loss, fp32 []."""
+        stage, total = stage_at(number, self.stages), torch.zeros((), device=self.machine.device)
+        for get in micro_batches:
+            total += self.gradients(get(), stage)
+        if self.machine.share[2] > 1:
+            for tensor in [total, *(p.grad for p in self.optimizer.parameters.values())]:
+                dist.all_reduce(tensor)
+        self.optimizer.step(number, lr_scale(number, self.s), momentum(number, self.s))
+        return total / self.s.tokens_per_step
+
+    @torch.no_grad()
+    def val_losses(self, group: int, stage: Stage) -> Tensor:
+        """Losses of one group of validation pieces, fp32 [val_piece]; 0 where none counts."""
+        m = self.machine
+        batch = Batch(*(t.to(m.device) for t in self.val_data.batch(group)))
+        view = make_view(batch, stage, m.val_piece)
+        x_TD = compiled(GPT.forward, m.compile)(self.model, batch, view)
+        return token_losses(x_TD, self.model.head, batch.targets_T, self.s, m.head_chunk, m.compile)
+
+    def validate(self, step: int) -> float:
+        """Mean loss over the pinned validation set, summed in fp64."""
+        stage, (_, rank, world) = stage_at(step, self.stages), self.machine.share
+        total = torch.zeros((), dtype=torch.float64, device=self.machine.device)
+        for group in range(rank, len(self.val_data.groups), world):
+            total += self.val_losses(group, stage).double().sum()
+        if world > 1:
+            dist.all_reduce(total)
+        return total.item() / self.s.val_tokens
+
+    def warm_up(self) -> None:
+        """Meet every graph of the schedule on throw-away state, then restore it bit for bit."""
+        before = {n: t.to("cpu", copy=True) for n, t in self.state().items()}
+        random = torch.get_rng_state()
+        batch = self.train_data.micro_batch(list(range(self.machine.share[0])))
+        for stage in self.stages[:-1]:
+            self.step(stage.first_step, [lambda: batch] * 2)
+        for stage in self.stages:
+            self.val_losses(0, stage)
+        torch.set_rng_state(random)
+        for name, tensor in self.state().items():
+            tensor.copy_(before[name])
+            assert torch.equal(tensor.cpu(), before[name]), f"warm-up changed {name}"
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        """Settings, step, and the state of model and optimizer."""
+        content = dict(settings=asdict(self.s), step=step, state=self.state())
+        write_whole(path, lambda file: torch.save(content, file))
+
+def graphs() -> int:
+    """Graphs that torch.compile has made so far in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
+    """The timed part; `end` holds the facts of the end event, true at every moment."""
+    s, total, known, clock = run.s, total_steps(run.s), graphs(), Clock(run.machine.device)
+    k, rank, world = run.machine.share
+    batches = s.tokens_per_step // s.unit_tokens // world // k
+    every = s.log_every or max(1, total // 40)
+    reader, late = Reader(run.train_data, s, run.machine), None
+
+    def report(number: int, loss: Late, ms: float, waited: float) -> None:
+        value, tokens = loss.value(), number * s.tokens_per_step
+        log.event("step", dict(step=number, loss=value, lr_scale=lr_scale(number - 1, s),
+                               train_time_ms=ms, wait_ms=1000 * waited))
+        end.update(step=number, train_time_ms=ms, tokens=tokens, wait_ms=1000 * reader.waited)
+        text = (f"step:{number}/{total} train_loss:{value:.4f} train_time:{ms:.0f}ms "
+                f"step_avg:{ms / number:.2f}ms")
+        log.line(text, screen=number % every == 0 and not log.terminal)
+        log.progress(f"{text} {1000 * tokens / ms:,.0f} tokens/s")
+        if not math.isfinite(value):
+            raise NonFinite(f"training loss {value} at step {number}")
+
+    def validate(number: int) -> None:
+        loss, ms = run.validate(number), clock.ms()
+        bits = run.val_bytes and loss * s.val_tokens / math.log(2) / run.val_bytes
+        end.update(val_loss=loss, bits_per_byte=bits)
+        log.event("val", dict(step=number, loss=loss, bits_per_byte=bits, tokens=s.val_tokens,
+                              train_time_ms=ms))
+        log.line(f"step:{number}/{total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+                 f"step_avg:{ms / max(1, number):.2f}ms"
+                 + (f" bits_per_byte:{bits:.4f}" if bits else ""))
+        if not math.isfinite(loss):
+            raise NonFinite(f"validation loss {loss} at step {number}")
+
+    try:
+        validate(0)
+        clock.start()
+        for number in range(1, total + 1):
+            waited = reader.waited
+            loss = Late(run.step(number - 1, [reader.next] * batches))
+            if late:
+                report(*late)
+            late = (number, loss, clock.ms(), reader.waited - waited)
+            if number % s.val_every == 0 or number == total:
+                clock.stop()
+                report(number, loss, clock.ms(), late[3])
+                late = None
+                if number == total and checkpoint and rank == 0:
+                    run.checkpoint(checkpoint, number)  # before anything else can go wrong
+                validate(number)
+                clock.start()
+    finally:
+        reader.close()
+        end.update(recompiles=graphs() - known)
+
+# -- 11 Main ---------------------------------------------------------------------------------------
+
+def start_facts(run: Run, given: dict, name: str, run_id: str, utc: str, program: tuple) -> dict:
+    """What the start event says."""
+    s, m, val, ribbon = run.s, run.machine, run.val_data, run.train_data.ribbon
+    sizes = [b - a for a, b in zip(ribbon.borders, ribbon.borders[1:])]
+    return dict(
+        format=1, track=s.track, name=name, id=run_id, utc=utc, program=program[0],
+        program_sha256=program[1], settings=asdict(s),
+        recipe_overrides={n: v for n, v in given.items() if n in RECIPE_FIELDS},
+        machine_overrides={n: v for n, v in given.items() if n not in RECIPE_FIELDS},
+        environment=environment(m),
+        run=dict(precision=str(m.dtype).removeprefix("torch."), compiled=m.compile,
+                 micro_batch_units=m.share[0], head_chunk=m.head_chunk, val_piece=m.val_piece,
+                 attention="varlen_attn" if m.device.type == "cuda" else "blocked reference",
+                 steps=total_steps(s), tokens_per_step=s.tokens_per_step),
+        data=dict(train=[dict(file=p.name, tokens=n) for p, n in zip(ribbon.paths, sizes)],
+                  val=dict(file=val.path.name, tokens_in_file=val.ribbon.borders[-1],
+                           sha256=val.sha256, tokens=s.val_tokens, sequence=s.val_sequence,
+                           bytes=run.val_bytes)),
+        parameters=sum(p.numel() for p in run.model.parameters()))
+
+def announce(log: Log, notes: tuple, facts: dict) -> None:
+    """The head of the text log: what runs, where, and what was changed."""
+    e, r, s = facts["environment"], facts["run"], facts["settings"]
+    log.line(f"track {facts['track']}: {facts['parameters']:,} parameters, {r['steps']:,} steps of "
+             f"{r['tokens_per_step']:,} tokens, target {s['target_loss']}, seed {s['seed']}")
+    log.line(f"machine: {e['cpu'] if e['device'] == 'cpu' else e['device']}, {e['threads']} "
+             f"threads, {e['processes']} process(es), python {e['python']}, torch {e['torch']}, "
+             f"{r['precision']}, compile {'on' if r['compiled'] else 'off'}, micro-batch "
+             f"{r['micro_batch_units']} of {r['tokens_per_step'] // s['unit_tokens']} units")
+    for kind in ("recipe", "machine"):
+        for name, value in facts[f"{kind}_overrides"].items():
+            log.line(f"{kind} override: {name} = {value!r}")
+    if facts["recipe_overrides"]:
+        log.line("a recipe override makes this run an experiment, not a record")
+    for note in notes:
+        log.line(note)
+    log.line(f"program: {facts['program']} {facts['program_sha256']}", screen=False)
+
+def finish(log: Log, target: float, end: dict) -> None:
+    """The end event and the summary, however the run ended."""
+    log.event("end", end)
+    ms = end["train_time_ms"] or 1.0
+    log.line(f"{end['status']}: {end['reason']}" if end["reason"] else
+             f"summary: val_loss {end['val_loss']:.4f}, target {target}, trained "
+             f"{ms / 1000:.1f} s, {1000 * end['tokens'] / ms:,.0f} tokens/s, loader wait "
+             f"{100 * end['wait_ms'] / ms:.2f} %, recompiles {end['recompiles']}, peak memory "
+             f"{end['peak_memory_mib']:,} MiB, wall {end['wall_s']:.1f} s")
+    log.close()
+
+def peak_memory_mib(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() >> 20
+    import resource  # not on Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+def prepare(machine: Machine, s: Settings) -> None:
+    """Choices that hold for the whole process: threads, determinism, process group."""
+    _, _, world = machine.share
+    if machine.device.type == "cuda":
+        torch.cuda.set_device(machine.device)
+    else:
+        torch.set_num_threads(s.threads or max(1, cores() // world))
+        torch.use_deterministic_algorithms(True)  # compiled code sums with atomics otherwise
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    torch._dynamo.config.recompile_limit = 64  # one compiled function serves many shapes
+    if world > 1:
+        dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
+
+def run_once(s: Settings, given: dict) -> int:
+    """One run and its record; the exit code."""
+    wall, machine = time.perf_counter(), choose_machine(s)
+    prepare(machine, s)
+    run, now = Run(s, machine), datetime.datetime.now(datetime.timezone.utc)
+    name = s.name or dict(fineweb="FineWeb", tiny="Tiny")[s.track]
+    parent = Path(s.records_dir) if s.records_dir else Path(__file__).parent / "records"
+    folder = parent / f"{now:%Y-%m-%d}_{name}"
+    run_id = f"{now:%H%M%S}_seed{s.seed}_{os.urandom(2).hex()}"
+    writes = machine.share[1] == 0
+    folder.mkdir(parents=True, exist_ok=True)
+    program, log = keep_program(folder) if writes else ("", ""), Log(folder, run_id, writes)
+    facts = start_facts(run, given, name, run_id, f"{now:%Y-%m-%dT%H:%M:%SZ}", program)
+    log.event("start", facts)
+    announce(log, machine.notes, facts)
+    end = dict(status="error", reason=None, step=0, val_loss=None, bits_per_byte=None, tokens=0,
+               train_time_ms=0.0, wait_ms=0.0, recompiles=0)
+    try:
+        began, known = time.perf_counter(), graphs()
+        run.warm_up()
+        seconds, made = time.perf_counter() - began, graphs() - known
+        log.event("warmup", dict(seconds=seconds, graphs=made, restored=True))
+        log.line(f"warm-up: {seconds:.1f} s, {made} graphs compiled, state restored")
+        train(run, log, folder / f"{run_id}.pt" if s.checkpoint else None, end)
+        end["status"] = "complete"
+    except NonFinite as error:
+        end.update(status="non-finite", reason=str(error))
+    except KeyboardInterrupt as error:
+        end.update(status="interrupted", reason=str(error) or "SIGINT")
+    except BaseException as error:
+        end.update(reason=f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}")
+        raise
+    finally:
+        end.update(wall_s=time.perf_counter() - wall,
+                   peak_memory_mib=peak_memory_mib(machine.device))
+        finish(log, s.target_loss, end)
+        if machine.share[2] > 1:
+            dist.destroy_process_group()
+    if writes:
+        print(f"log: {folder / run_id}.txt")
+    codes = {"complete": 0, "non-finite": 3}
+    return codes.get(end["status"], 143 if end["reason"] == "SIGTERM" else 130)
+
+def interrupt(number: int, frame) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+def main(arguments: list[str]) -> int:
+    try:
+        if "--help" in arguments or "-h" in arguments:
+            print(help_text(PRESETS["tiny" if "--track=tiny" in arguments else "fineweb"]))
+            return 0
+        settings, given = parse_settings(arguments)
+        signal.signal(signal.SIGTERM, interrupt)
+        return run_once(settings, given)
+    except UserError as error:
+        print(f"train_gpt.py: {error.line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as error:       # before there was a log to say so
+        print("train_gpt.py: interrupted before the run began", file=sys.stderr)
+        return 143 if str(error) == "SIGTERM" else 130
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
