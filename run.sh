@@ -11,7 +11,7 @@
 #
 # What a run costs
 #   tiny     about 2 minutes of timed training on 2 CPU cores; the data are in data/tiny
-#   fineweb  656.7M tokens, once, on one CUDA device; the shards go into data/fineweb10B
+#   fineweb  656.7M tokens, once, on one CUDA device; data/cached_fineweb10B.py fetches the shards
 set -euo pipefail
 
 say() { printf 'run.sh: %s\n' "$*"; }
@@ -168,8 +168,8 @@ except (ImportError, OSError):
     track=fineweb
     why="a CUDA device, and shards in $shards"
   else
-    why="a CUDA device, but no FineWeb shards; for track fineweb put fineweb_train_*.bin and \
-fineweb_val_*.bin into $shards (data/README.md)"
+    why="a CUDA device, but no FineWeb shards in $shards: \
+.venv/bin/python data/cached_fineweb10B.py${data_dir:+ --dest=$data_dir} fetches them (2.0 GB)"
   fi
   settings=("--track=$track" ${settings[@]+"${settings[@]}"})
 else
