@@ -4,6 +4,7 @@
 # ./run.sh --seed=1 --name=Mine  every argument goes to train_gpt.py; ./run.sh --help lists them
 # ./run.sh --nproc_per_node=2    two processes, through torchrun
 # ./run.sh test [...]            the tests; arguments go to pytest
+# ./run.sh WORD [...]            runs tools/WORD.py; each of them has --help
 #
 # The first use makes .venv beside this file from requirements.txt, with Python 3.10 to 3.13
 # (python3 if it fits, else the newest found; PYTHON=/path/to/python chooses). Where pip brings the
@@ -38,10 +39,18 @@ fi
 # ---- what was asked: a wrong command ends here, before anything is installed --------------------
 mode=train
 case ${1-} in
-  test) mode="test"; shift ;;
   -*) ;;
-  *) [ $# -eq 0 ] || die "unknown word '$1': './run.sh test' runs the tests; to train, give only \
-settings (--name=value), or nothing" 2 ;;
+  test) mode="test"; shift ;;
+  *) if [ $# -gt 0 ]; then
+    tools=''
+    for file in "$root"/tools/[a-z]*.py; do
+      [ ! -f "$file" ] || tools+=" $(basename -- "$file" .py)"
+    done
+    [[ -n $1 && " $tools " = *" $1 "* ]] ||
+      die "unknown word '$1': './run.sh test' runs the tests${tools:+, other words are$tools}; \
+to train, give only settings (--name=value), or nothing" 2
+    mode="tool" tool=$root/tools/$1.py; shift
+  fi ;;
 esac
 
 processes=1 track='' data_dir='' device=auto
@@ -147,6 +156,8 @@ if [ "$mode" = test ]; then
   cd -- "$root"
   exec "$python" -m pytest "$@"
 fi
+
+if [ "$mode" = tool ]; then exec "$python" "$tool" "$@"; fi
 
 # ---- the track ----------------------------------------------------------------------------------
 there() { [ -e "$1" ]; }  # the first of the files that a pattern gave

@@ -258,6 +258,16 @@ def test_exit_code(project, code):
     assert run(project, STAND_IN_EXIT=str(code)).returncode == code
 
 
+def test_a_word_runs_its_tool(project):
+    (project / "tools").mkdir(exist_ok=True)
+    (project / "tools" / "show.py").write_text(
+        "import sys\nprint(sys.prefix, sys.argv[1:])\nsys.exit(3)")
+    done = run(project, "show", "--x=1", "a b")
+    assert done.returncode == 3 and "['--x=1', 'a b']" in done.stdout and ".venv" in done.stdout
+    done = run(project, "other")
+    assert done.returncode == 2 and done.stderr.endswith("or nothing\n") and "show" in done.stderr
+
+
 def test_python_takes_the_place_of_the_shell(project):
     child = subprocess.Popen([project / "run.sh"], stdout=subprocess.PIPE, text=True,
                              stdin=subprocess.DEVNULL,
