@@ -1120,6 +1120,18 @@ def write_whole(path: Path, write) -> None:
     finally:
         temporary.unlink(missing_ok=True)
 
+def read_checkpoint(path: Path) -> dict:
+    """What `Run.checkpoint` wrote, on the CPU, mapped from the file: tensors and plain values."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except Exception:                        # what torch raises here differs by kind of damage
+        content = None
+    if not isinstance(content, dict) or not {"settings", "step", "state"} <= set(content):
+        raise UserError(f"{path}: not a checkpoint of train_gpt.py, or a damaged one")
+    return content
+
 def keep_program(folder: Path) -> tuple[str, str]:
     """Copy this file into the record folder once, named by its hash; its name there and sha256."""
     source = Path(__file__).read_bytes()

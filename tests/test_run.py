@@ -724,3 +724,17 @@ def test_the_final_long_window_is_not_adapted_to():
     assert stages(wide)[-1].freqs_R == stages(FINEWEB)[-1].freqs_R
     assert stages(wide)[-1].scale == stages(FINEWEB)[-1].scale
     assert stages(wide)[-1].long == 40 * 128
+
+
+def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path):
+    path = tmp_path / "a.pt"
+    with pytest.raises(train_gpt.UserError) as refusal:
+        train_gpt.read_checkpoint(path)
+    assert "No such file" in refusal.value.line
+    torch.save({"settings": {}, "step": 3}, path)
+    whole = path.read_bytes()
+    for content in (b"", b"text", whole[:len(whole) // 2], whole):
+        path.write_bytes(content)
+        with pytest.raises(train_gpt.UserError) as refusal:
+            train_gpt.read_checkpoint(path)
+        assert "not a checkpoint" in refusal.value.line and str(path) in refusal.value.line
