@@ -43,8 +43,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
@@ -53,6 +54,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:                          # no wheel for this platform: a CPU needs none
+    triton = None
 
 # -- 1 Settings ------------------------------------------------------------------------------------
 # Every number of a run stands here and nowhere else. A record is a run with no recipe override.
@@ -118,6 +125,7 @@ class Settings(Recipe):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # activations; auto: bf16 on CUDA and AMX
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where a compiler is found
+    head: Literal["auto", "reference", "bf16", "fp8-triton", "fp8-torch"] = "auto"  # by trying
     micro_batch: int = 0                     # units; 0 = by the memory of the device
     head_chunk: int = 0                      # tokens whose logits exist at once; 0 = chosen
     val_piece: int = 0                       # tokens validated at once; 0 = chosen
@@ -292,6 +300,10 @@ def index_shard(path: Path, vocab_size: int) -> tuple[int, np.ndarray]:
                         "document; was it made with another tokenizer?")
     return tokens, starts
 
+def up_to(n: int, unit: int) -> int:
+    """The least multiple of `unit` that is not below n."""
+    return -(-n // unit) * unit
+
 class Ribbon:
     """Shards laid end to end."""
 
@@ -387,7 +399,7 @@ class TrainData:
                             f"({paths[0].name} to {paths[-1].name}), epochs allowed {s.epochs}; "
                             "add shards, lower --steps or raise --epochs")
         # one constant for all units, so that shapes never change; coarse, so that caches hit
-        self.documents = -(-int(np.diff(self.firsts).max()) // 64) * 64
+        self.documents = up_to(int(np.diff(self.firsts).max()), 64)
 
     def pieces(self, unit: int) -> list[Piece]:
         """Documents of a unit of the stream, which begins anew after the last one: an epoch."""
@@ -507,7 +519,7 @@ class ValData:
                             "the windows can look back")
         self.groups = [g for first in range(0, s.val_tokens, s.val_sequence) for g in cut_sequence(
             self.ribbon.starts_N, first, min(first + s.val_sequence, s.val_tokens), room, context)]
-        self.documents = -(-(max(map(len, self.groups)) + 1) // 64) * 64
+        self.documents = up_to(max(map(len, self.groups)) + 1, 64)
 
     def batch(self, group: int) -> Batch:
         return make_batch(self.ribbon, [self.groups[group]], self.room, self.documents)
@@ -594,56 +606,268 @@ def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, visible: int | Tensor, c
 # 4.9 GB, and their gradient as much again. So tokens go in chunks. The gradient of a chunk's logits
 # is known as soon as its loss is, but for one factor: forward computes dx and dW at once, as if the
 # incoming gradient were 1, and backward multiplies by it. Three products, no logit twice.
+#
+# FP8 doubles the rate of those products where the tensor cores have it (capability 8.9 or higher),
+# and halves what they read. It works here, in this layer, for three reasons.
+#
+#   Range. x leaves a norm and the head is one matrix, so one scale a tensor is enough: the largest
+#   magnitude goes to 448, the largest e4m3 number. The gradient of a summed loss for a logit is
+#   (p - [target]) * cap / slope * s (1 - s), never above cap / (4 slope): its scale is a constant,
+#   and it is e5m2, as probabilities span many powers of two: 2^-16 .. 2^15 below that bound.
+#   Error. e4m3 keeps 3 bits behind the point, e5m2 2: a number moves by at most 1/16, or 1/8, of
+#   itself, up or down, so that in a sum of 768 products (logits), 50,304 (dx) or a chunk's (dW)
+#   most of it cancels. The soft cap bounds what is left: a logit that is off by e moves its capped
+#   value by at most e cap / (4 slope). Sums are fp32; those over the vocabulary and the chunk are
+#   promoted every 128 terms, as Hopper's FP8 tensor cores alone keep about 14 bits of a sum.
+#   Bias. Rounding is to nearest, so it has no direction; the loss is computed from the logits that
+#   the gradient sees, so training descends what it reports. Validation never rounds to FP8.
+#
+# FP8 tensor cores want both factors with the summed index innermost, so whatever meets two products
+# (x, W, the gradient g) is stored twice, once transposed, by the kernel that makes it.
+#
+#   a chunk of C tokens     FLOPs     reads and writes, bytes          held at once, bytes
+#   z  = x W^T              2 C V D   C D + V D + 2 C V                2 C V
+#   losses, then g and g^T  -         4 C V + 2 C V                    2 C V more
+#   dx = g W                2 C V D   C V + V D + 2 C D                -
+#   dW += g^T x             2 C V D   C V + C D + 8 V D                -
+#
+# In bf16, z becomes its own gradient in place: 2 C V are held. `head_bytes` adds the rest.
 
-class Cap(NamedTuple):
-    """capped logit = cap * sigmoid(logit / slope), for the first `vocab` rows of the head. [6]"""
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+class Head(NamedTuple):
+    """capped logit = cap * sigmoid(logit / slope) for the first `vocab` rows of the weight [6], and
+    how the device gets there."""
 
     vocab: int
     cap: float
     slope: float
+    chunk: int                               # tokens whose logits exist at once
+    compile: bool                            # of the reference
+    kind: str                                # reference, bf16, fp8-triton, fp8-torch; auto: to try
 
 def capped_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor,
-                  c: Cap) -> tuple[Tensor, Tensor, Tensor]:
+                  h: Head) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy fp32 [C], 0 where the target is -1; softmax and d capped / d logit, [C, V].
 
     Rows beyond the vocabulary are padding: their probability is exactly 0. Capped logits lie
     between 0 and the cap, so their exponentials need no maximum taken off.
     """
-    gate_CV = torch.sigmoid((x_CD @ weight_VD.T).float() / c.slope)
-    real_V = torch.arange(len(weight_VD), device=x_CD.device) < c.vocab
-    exp_CV = torch.where(real_V, (c.cap * gate_CV).exp(), 0.0)
+    gate_CV = torch.sigmoid((x_CD @ weight_VD.T).float() / h.slope)
+    real_V = torch.arange(len(weight_VD), device=x_CD.device) < h.vocab
+    exp_CV = torch.where(real_V, (h.cap * gate_CV).exp(), 0.0)
     sum_C1 = exp_CV.sum(1, keepdim=True)
-    aim_C1 = c.cap * gate_CV.gather(1, targets_C.clamp(min=0)[:, None])
+    aim_C1 = h.cap * gate_CV.gather(1, targets_C.clamp(min=0)[:, None])
     losses_C = (sum_C1.log() - aim_C1)[:, 0] * (targets_C >= 0)
-    return losses_C, exp_CV / sum_C1, c.cap / c.slope * gate_CV * (1 - gate_CV)
+    return losses_C, exp_CV / sum_C1, h.cap / h.slope * gate_CV * (1 - gate_CV)
 
-def chunk_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, c: Cap) -> Tensor:
-    return capped_losses(x_CD, weight_VD, targets_C, c)[0]
+def chunk_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, h: Head) -> Tensor:
+    return capped_losses(x_CD, weight_VD, targets_C, h)[0]
 
-def chunk_gradients(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor,
-                    c: Cap) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses fp32 [C], and the gradients of their sum: dx [C, D], dW [V, D], in the dtype of x."""
-    losses_C, softmax_CV, slope_CV = capped_losses(x_CD, weight_VD, targets_C, c)
+def reference_chunk(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, h: Head,
+                    dweight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses fp32 [C] and dx [C, D] of their sum, in the dtype of x; dweight_VD += dW."""
+    losses_C, softmax_CV, slope_CV = capped_losses(x_CD, weight_VD, targets_C, h)
     onehot_CV = torch.arange(len(weight_VD), device=x_CD.device) == targets_C[:, None]
     d_CV = (softmax_CV - onehot_CV.float()) * slope_CV * (targets_C >= 0)[:, None]
     d_CV = d_CV.to(x_CD.dtype)
-    return losses_C, d_CV @ weight_VD, d_CV.T @ x_CD
+    dweight_VD += d_CV.T @ x_CD
+    return losses_C, d_CV @ weight_VD
+
+if triton:                                   # the same in kernels, for CUDA
+
+    @triton.jit
+    def product_kernel(a, b, add, c, scale, alpha, beta, M, N, K, MIRROR: tl.constexpr,
+                       PROMOTE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+                       BN: tl.constexpr, BK: tl.constexpr):
+        """c = alpha scale a b^T + beta add, for each of a bank of a [M, K], b [N, K] and c [M, N].
+
+        MIRROR: c is symmetric; tiles below the diagonal are computed, and written above it too.
+        """
+        tile, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN)
+        bank = tl.program_id(1).to(tl.int64)
+        if tiles_m < tiles_n:                # the short side first: neighbours share the L2 cache
+            m, n = tile % tiles_m, tile // tiles_m
+        else:
+            m, n = tile // tiles_n, tile % tiles_n
+        if MIRROR:
+            if n > m:
+                return
+        rows, cols, ks = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN), tl.arange(0, BK)
+        a += bank * M * K + (rows % M).to(tl.int64)[:, None] * K + ks[None, :]
+        b += bank * N * K + (cols % N).to(tl.int64)[None, :] * K + ks[:, None]
+        total = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            if EVEN:
+                x, y = tl.load(a + k), tl.load(b + k)
+            else:
+                x = tl.load(a + k, mask=ks[None, :] < K - k, other=0.0)
+                y = tl.load(b + k, mask=ks[:, None] < K - k, other=0.0)
+            if PROMOTE:
+                total += tl.dot(x, y)
+            else:
+                total = tl.dot(x, y, total)
+        total *= alpha
+        if scale is not None:
+            total *= tl.load(scale)
+        at = bank * M * N + rows.to(tl.int64)[:, None] * N + cols[None, :]
+        inside = (rows < M)[:, None] & (cols < N)[None, :]
+        if add is not None:
+            total += beta * tl.load(add + at, mask=inside, other=0.0).to(tl.float32)
+        value = total.to(c.dtype.element_ty)
+        tl.store(c + at, value, mask=inside)
+        if MIRROR:
+            at = bank * M * N + cols.to(tl.int64)[:, None] * M + rows[None, :]
+            tl.store(c + at, tl.trans(value), mask=tl.trans(inside))
+
+    @triton.jit
+    def quantise_kernel(x, scale, q, q_t, M, P, N, B: tl.constexpr):
+        """q [P, N] = x [M, N] / scale, zero below x; q_t [N, P] is its transpose."""
+        rows = tl.program_id(0) * B + tl.arange(0, B)
+        cols = tl.program_id(1) * B + tl.arange(0, B)
+        at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        inside = (rows < P)[:, None] & (cols < N)[None, :]
+        value = tl.load(x + at, mask=inside & (rows < M)[:, None], other=0.0).to(tl.float32)
+        value = (value / tl.load(scale)).to(q.dtype.element_ty)
+        tl.store(q + at, value, mask=inside)
+        at = cols.to(tl.int64)[:, None] * P + rows[None, :]
+        tl.store(q_t + at, tl.trans(value), mask=tl.trans(inside))
+
+    @triton.jit
+    def loss_kernel(z, targets, losses, sums, V, vocab, cap, slope, B: tl.constexpr):
+        """Of one row of logits z [C, V]: the sum of exp(capped), and the cross-entropy."""
+        row = tl.program_id(0)
+        z += row.to(tl.int64) * V
+        total = tl.zeros((B,), tl.float32)
+        for first in range(0, vocab, B):
+            cols = first + tl.arange(0, B)
+            logit = tl.load(z + cols, mask=cols < vocab, other=0.0).to(tl.float32)
+            total += tl.where(cols < vocab, tl.exp(cap * tl.sigmoid(logit / slope)), 0.0)
+        target, total = tl.load(targets + row), tl.sum(total)
+        aim = cap * tl.sigmoid(tl.load(z + tl.maximum(target, 0)).to(tl.float32) / slope)
+        tl.store(sums + row, total)
+        tl.store(losses + row, tl.where(target >= 0, tl.log(total) - aim, 0.0))
+
+    @triton.jit
+    def gradient_kernel(z, targets, sums, g, g_t, factor, C, V, vocab, cap, slope,
+                        BM: tl.constexpr, BN: tl.constexpr):
+        """g [C, V] = factor d loss / d z, over z itself or beside it; g_t [V, C], if not None."""
+        rows = tl.program_id(0) * BM + tl.arange(0, BM)
+        cols = tl.program_id(1) * BN + tl.arange(0, BN)
+        at = rows.to(tl.int64)[:, None] * V + cols[None, :]
+        inside = (rows < C)[:, None] & (cols < V)[None, :]
+        target = tl.load(targets + rows, mask=rows < C, other=-1)[:, None]
+        total = tl.load(sums + rows, mask=rows < C, other=1.0)[:, None]
+        gate = tl.sigmoid(tl.load(z + at, mask=inside, other=0.0).to(tl.float32) / slope)
+        p = tl.where((cols < vocab)[None, :], tl.exp(cap * gate) / total, 0.0)
+        d = (p - (cols[None, :] == target).to(tl.float32)) * gate * (1 - gate) * (cap / slope)
+        d = tl.where(target >= 0, d * factor, 0.0).to(g.dtype.element_ty)
+        tl.store(g + at, d, mask=inside)
+        if g_t is not None:
+            at = cols.to(tl.int64)[:, None] * C + rows[None, :]
+            tl.store(g_t + at, tl.trans(d), mask=tl.trans(inside))
+
+def triton_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype,
+                   add_to: Tensor | None = None) -> Tensor:
+    """scale a b^T of FP8 matrices; or added to the first rows, as far as `add_to` has them."""
+    (N, K), promote = b_NK.shape, b_NK.size(1) > 1024
+    out = torch.empty(len(a_MK), N, dtype=dtype, device=a_MK.device) if add_to is None else add_to
+    M, BM, BN, BK = len(out), 128, 128 if promote else 256, 128  # as much as registers hold
+    grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN), 1)
+    product_kernel[grid](a_MK, b_NK, add_to, out, scale, 1.0, 1.0, M, N, K, MIRROR=False,
+                         PROMOTE=promote, EVEN=K % BK == 0, BM=BM, BN=BN, BK=BK, num_warps=8,
+                         num_stages=3)
+    return out
+
+def torch_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype,
+                  add_to: Tensor | None = None) -> Tensor:
+    """The same by torch's own product, that is cuBLASLt."""
+    y_MN = torch._scaled_mm(a_MK, b_NK.T, scale, torch.ones_like(scale), out_dtype=dtype,
+                            use_fast_accum=b_NK.size(1) <= 1024)
+    return y_MN if add_to is None else add_to.add_(y_MN[:len(add_to)])
+
+def quantise(x_MN: Tensor, scale: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """x / scale in e4m3, filled up with zeros to [rows, N], and its transpose."""
+    (M, N), B = x_MN.shape, 64
+    q, q_t = (torch.empty(s, dtype=E4M3, device=x_MN.device) for s in ((rows, N), (N, rows)))
+    quantise_kernel[(triton.cdiv(rows, B), triton.cdiv(N, B))](x_MN, scale, q, q_t, M, rows, N, B=B)
+    return q, q_t
+
+def fp8_scale(x: Tensor) -> Tensor:
+    """fp32 []: the largest magnitude becomes 448. All on the device: nothing waits for it."""
+    return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp(min=1e-20) / 448
+
+def kernel_losses(z_CV: Tensor, targets_C: Tensor, h: Head) -> tuple[Tensor, Tensor]:
+    """Losses and sums of exponentials of logits, both fp32 [C]."""
+    losses_C, sums_C = torch.empty(2, len(z_CV), device=z_CV.device)
+    loss_kernel[(len(z_CV),)](z_CV, targets_C, losses_C, sums_C, z_CV.size(1), *h[:3], B=4096,
+                              num_warps=8)
+    return losses_C, sums_C
+
+def kernel_gradient(z_CV: Tensor, targets_C: Tensor, sums_C: Tensor, h: Head, factor: float,
+                    g_CV: Tensor, g_VC: Tensor | None) -> None:
+    """g = factor d loss / d z, and its transpose."""
+    (C, V), BM, BN = z_CV.shape, 64, 64
+    gradient_kernel[(triton.cdiv(C, BM), triton.cdiv(V, BN))](
+        z_CV, targets_C, sums_C, g_CV, g_VC, factor, C, V, *h[:3], BM=BM, BN=BN)
+
+def bf16_chunk(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, h: Head,
+               dweight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference_chunk` with kernels between torch's products, in the dtype of x."""
+    z_CV = x_CD @ weight_VD.T
+    losses_C, sums_C = kernel_losses(z_CV, targets_C, h)
+    kernel_gradient(z_CV, targets_C, sums_C, h, 1.0, z_CV, None)
+    dweight_VD += z_CV.T @ x_CD
+    return losses_C, z_CV @ weight_VD
+
+class Fp8(NamedTuple):
+    """The head's weight for FP8 products, made once for all chunks."""
+
+    w_VD: Tensor                             # e4m3, V filled up to a multiple of 128
+    w_DV: Tensor                             # its transpose
+    scale: Tensor                            # fp32 [], of w
+    x_scale: Tensor                          # fp32 [], of the activations of all chunks
+    product: Callable                        # triton_product or torch_product
+
+def fp8_chunk(x_CD: Tensor, w: Fp8, targets_C: Tensor, h: Head,
+              dweight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference_chunk` in FP8."""
+    T, V, device = len(x_CD), len(w.w_VD), x_CD.device
+    C, factor = up_to(T, 128), 2 ** 15 * 4 * h.slope / h.cap
+    targets_C = F.pad(targets_C, (0, C - T), value=-1)
+    x8_CD, x8_DC = quantise(x_CD, w.x_scale, C)
+    z_CV = w.product(x8_CD, w.w_VD, w.x_scale * w.scale, torch.bfloat16)
+    losses_C, sums_C = kernel_losses(z_CV, targets_C, h)
+    g_CV, g_VC = (torch.empty(s, dtype=E5M2, device=device) for s in ((C, V), (V, C)))
+    kernel_gradient(z_CV, targets_C, sums_C, h, factor, g_CV, g_VC)
+    del z_CV
+    w.product(g_VC, x8_DC, w.x_scale / factor, torch.float32, dweight_VD)
+    return losses_C[:T], w.product(g_CV, w.w_DV, w.scale / factor, x_CD.dtype)[:T]
 
 @cache
 def compiled(function, on: bool):
     """`function` under torch.compile from its first call on; or itself."""
     return torch.compile(function, fullgraph=True, dynamic=False) if on else function
 
+FP8_HEADS = {"fp8-triton": triton_product, "fp8-torch": torch_product}  # others: bf16, reference
+
 @torch.library.custom_op("speedrun::head_loss", mutates_args=())
 def head_loss_op(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, vocab: int, cap: float,
-                 slope: float, chunk: int, compile: bool) -> tuple[Tensor, Tensor, Tensor]:
-    weight, gradients = weight_VD.to(x_TD.dtype), compiled(chunk_gradients, compile)
+                 slope: float, chunk: int, compile: bool,
+                 kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    x_TD, h = x_TD.contiguous(), Head(vocab, cap, slope, chunk, compile, kind)
+    if kind in FP8_HEADS:
+        step, scale = fp8_chunk, fp8_scale(weight_VD)
+        weight = Fp8(*quantise(weight_VD, scale, up_to(len(weight_VD), 128)), scale,
+                     fp8_scale(x_TD), FP8_HEADS[kind])
+    else:
+        step = bf16_chunk if kind == "bf16" else compiled(reference_chunk, compile)
+        weight = weight_VD.to(x_TD.dtype)
     dx_TD, dweight_VD = torch.empty_like(x_TD), torch.zeros_like(weight_VD)
     total = torch.zeros((), device=x_TD.device)
     for x, dx, targets in zip(x_TD.split(chunk), dx_TD.split(chunk), targets_T.split(chunk)):
-        losses, d, dw = gradients(x, weight, targets, Cap(vocab, cap, slope))
+        losses, d = step(x, weight, targets, h, dweight_VD)
         dx.copy_(d)
-        dweight_VD += dw
         total += losses.sum()
     return total, dx_TD, dweight_VD
 
@@ -657,26 +881,37 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, d_loss, d_dx, d_dweight):
     dx_TD, dweight_VD = ctx.saved_tensors
-    return dx_TD * d_loss.to(dx_TD.dtype), dweight_VD * d_loss, None, None, None, None, None, None
+    return dx_TD * d_loss.to(dx_TD.dtype), dweight_VD * d_loss, *[None] * 7
 
 head_loss_op.register_autograd(_backward, setup_context=_save)
 
-def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, s: Settings, chunk: int,
-              compile: bool) -> Tensor:
+def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, h: Head) -> Tensor:
     """Sum of the losses of T tokens, fp32 [], with gradients for x (its dtype) and weight (fp32).
 
     loss = sum_t logsumexp(z_t) - z_t[target_t] with z = cap * sigmoid(W x / slope) over the real
     vocabulary. Targets of -1 count nothing. At most `chunk` rows of logits exist at once.
     """
-    return head_loss_op(x_TD, weight_VD, targets_T, s.vocab_size, s.logit_cap, s.logit_slope, chunk,
-                        compile)[0]
+    return head_loss_op(x_TD, weight_VD, targets_T, *h)[0]
 
-def token_losses(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, s: Settings, chunk: int,
-                 compile: bool) -> Tensor:
-    """Cross-entropy of each token without gradients, fp32 [T]: what validation measures."""
-    weight, c = weight_VD.to(x_TD.dtype), Cap(s.vocab_size, s.logit_cap, s.logit_slope)
-    return torch.cat([compiled(chunk_losses, compile)(x, weight, targets, c)
-                      for x, targets in zip(x_TD.split(chunk), targets_T.split(chunk))])
+def token_losses(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, h: Head) -> Tensor:
+    """Cross-entropy of each token without gradients, fp32 [T]: what validation measures, never in
+    FP8."""
+    def losses(x_CD: Tensor, targets_C: Tensor) -> Tensor:
+        if h.kind == "reference":
+            return compiled(chunk_losses, h.compile)(x_CD, weight, targets_C, h)
+        return kernel_losses(x_CD @ weight.T, targets_C, h)[0]
+
+    weight = weight_VD.to(x_TD.dtype)
+    return torch.cat([losses(*pair) for pair in zip(x_TD.split(h.chunk), targets_T.split(h.chunk))])
+
+def head_bytes(tokens: int, V: int, D: int, h: Head) -> int:
+    """Most bytes that `head_loss` holds at once for bf16 activations, its results included."""
+    C, bf16 = min(h.chunk, tokens), 2 * V * D
+    both = 2 * tokens * D + 2 * bf16 + bf16  # dx, dW; the weight in bf16, or in FP8 twice
+    if h.kind in FP8_HEADS:
+        temporary = 2 * bf16 if h.kind == "fp8-torch" else 0  # a chunk's dW, before it is added
+        return both + 2 * C * D + 2 * C * V + max(2 * C * V, temporary)
+    return both + 2 * C * V + max(bf16, 2 * C * D)
 
 # -- 5 GPT -----------------------------------------------------------------------------------------
 
@@ -699,7 +934,7 @@ def block_table(s: Settings) -> list[Block]:
 
 def padded_vocab(s: Settings) -> int:
     """Rows of embedding and head: the vocabulary rounded up to 128, for the tensor cores."""
-    return -(-s.vocab_size // 128) * 128
+    return up_to(s.vocab_size, 128)
 
 class GPT(nn.Module):
     """The modernised GPT of [1]: packed documents in, activations for the head out.
@@ -791,9 +1026,9 @@ class GPT(nn.Module):
         """down relu(up x)^2"""
         return F.linear(F.relu(x_TD @ up_DF).square(), down_DF)
 
-    def loss(self, batch: Batch, view: View, chunk: int, compile: bool) -> Tensor:
+    def loss(self, batch: Batch, view: View, head: Head) -> Tensor:
         """Summed loss of a micro-batch, fp32 []."""
-        return head_loss(self(batch, view), self.head, batch.targets_T, self.s, chunk, compile)
+        return head_loss(self(batch, view), self.head, batch.targets_T, head)
 
 # -- 6 Optimizers ----------------------------------------------------------------------------------
 # Muon [2] for matrices: the step is the semi-orthogonal matrix nearest to the momentum, so that all
@@ -807,6 +1042,27 @@ POLAR_EXPRESS = (                            # (a, b, c) of 5 iterations, safety
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
 
+@torch.library.custom_op("speedrun::symmetric", mutates_args=())
+def symmetric_op(x_BMK: Tensor, add_BMM: Tensor | None, b: float, c: float) -> Tensor:
+    (B, M, K), x_BMK, BM, BK = x_BMK.shape, x_BMK.contiguous(), 128, 64
+    out_BMM, grid = x_BMK.new_empty(B, M, M), (triton.cdiv(M, BM) ** 2, B)
+    product_kernel[grid](x_BMK, x_BMK, add_BMM, out_BMM, None, c, b, M, M, K, MIRROR=True,
+                         PROMOTE=False, EVEN=K % BK == 0, BM=BM, BN=BM, BK=BK, num_warps=8,
+                         num_stages=3)
+    return out_BMM
+
+@symmetric_op.register_fake
+def _(x_BMK, add_BMM, b, c):
+    return x_BMK.new_empty(*x_BMK.shape[:2], x_BMK.size(1))
+
+def symmetric(x_BMK: Tensor, add_BMM: Tensor | None = None, b: float = 1.0,
+              c: float = 1.0) -> Tensor:
+    """c X X^T (+ b add, itself symmetric) of a bank. A kernel halves the work on CUDA, in bf16."""
+    if x_BMK.is_cuda and x_BMK.dtype == torch.bfloat16 and x_BMK.size(1) >= 128:
+        return symmetric_op(x_BMK, add_BMM, b, c)
+    y_BMM = x_BMK @ x_BMK.mT
+    return y_BMM if add_BMM is None else b * add_BMM + c * y_BMM
+
 def polar_express(g_BMN: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """U V^T of each U S V^T of a bank, nearly: singular values close to 1. In `dtype`. [3]
 
@@ -817,8 +1073,8 @@ def polar_express(g_BMN: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     # beside the gradient of a mean: 1e-6 beside that of a sum over 49,152 tokens, as in [1]
     x = (x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 2e-11)).to(dtype)
     for a, b, c in POLAR_EXPRESS:
-        A = x @ x.mT
-        x = a * x + (b * A + c * (A @ A)) @ x
+        A = symmetric(x)
+        x = a * x + symmetric(A, A, b, c) @ x
     return x.mT if tall else x
 
 def muon_update(p: Tensor, g: Tensor, m: Tensor, lr: Tensor, mu: Tensor,
@@ -977,8 +1233,8 @@ class Machine(NamedTuple):
     device: torch.device
     dtype: torch.dtype                       # of activations
     compile: bool
+    head: Head
     share: tuple                             # units per micro-batch, rank, processes
-    head_chunk: int                          # tokens
     val_piece: int                           # tokens
     notes: tuple                             # lines for the log: what could not be had, and why
 
@@ -1007,6 +1263,43 @@ def choose_compile(s: Settings, device: torch.device) -> tuple[bool, tuple]:
         return False, (f"not compiled, so slower: no C++ compiler {compiler}; apt install g++",)
     return True, ()
 
+def choose_head(s: Settings, device: torch.device) -> str:
+    """The head that was asked for, if it can be had; "auto": to be tried. A CPU: the reference."""
+    if s.head in FP8_HEADS and not has_fp8(device):
+        raise UserError(f"--head={s.head}: FP8 needs a GPU of capability 8.9 or higher, which "
+                        f"{device} is not; --head=auto chooses")
+    cpu = device.type == "cpu" or triton is None
+    return "reference" if s.head == "auto" and cpu else s.head
+
+def has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+def fastest(trials: dict[str, Callable], differs: Callable,
+            wait: Callable) -> tuple[str, list[str]]:
+    """Name of the fastest right trial, and a line for each. The first is the reference.
+
+    A trial that raises, or for which `differs(name, result, reference)` is a text, is out: that a
+    thing runs, and runs fast, on a device is known when it was seen there.
+    """
+    lines, best, reference = [], (math.inf, ""), None
+    for name, trial in trials.items():
+        try:
+            result, times = trial(), []
+            reference = result if reference is None else reference
+            fault = differs(name, result, reference)
+            for _ in range(3):
+                wait()
+                began = time.perf_counter()
+                trial()
+                wait()
+                times.append(1000 * (time.perf_counter() - began))
+        except Exception as error:           # compilers, drivers, memory: they have no common base
+            fault = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+        lines.append(f"{name}: out: {fault}" if fault else f"{name}: {sorted(times)[1]:.2f} ms")
+        if not fault:
+            best = min(best, (sorted(times)[1], name))
+    return best[1], lines
+
 def largest_divisor(n: int, bound: int) -> int:
     """The largest divisor of n up to `bound`.
 
@@ -1029,9 +1322,13 @@ def choose_machine(s: Settings) -> Machine:
     k = s.micro_batch or (min(3, int((memory - 8) / 6)) if cuda else 4096 // s.unit_tokens)
     room = s.val_piece or min(s.val_sequence, max(65536 if cuda else 16384, 2 * look_back(s)))
     compile, notes = choose_compile(s, device)
+    # CUDA: as many tokens as give dx two tiles on each multiprocessor
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
+    chunk = s.head_chunk or (128 * max(1, 256 * sms // s.width) if cuda else 2048)
     return Machine(device, torch.bfloat16 if bf16 else torch.float32, compile,
-                   (largest_divisor(units // world, k), rank, world),
-                   s.head_chunk or (8192 if cuda else 2048), -(-room // BLOCK) * BLOCK, notes)
+                   Head(s.vocab_size, s.logit_cap, s.logit_slope, chunk, compile,
+                        choose_head(s, device)),
+                   (largest_divisor(units // world, k), rank, world), up_to(room, BLOCK), notes)
 
 def cores() -> int:
     """CPU cores that this process may use."""
@@ -1039,10 +1336,6 @@ def cores() -> int:
 
 def environment(machine: Machine) -> dict:
     """What a stranger needs to judge a timing."""
-    try:
-        import triton
-    except ImportError:
-        triton = None
     try:
         cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())[1]
     except (OSError, TypeError):
@@ -1188,7 +1481,7 @@ class Run:
         m = self.machine
         batch = Batch(*(t.to(m.device, non_blocking=True) for t in batch))
         view = make_view(batch, stage, self.s.doc_cap)
-        loss = compiled(GPT.loss, m.compile)(self.model, batch, view, m.head_chunk, m.compile)
+        loss = compiled(GPT.loss, m.compile)(self.model, batch, view, m.head)
         loss.backward(torch.tensor(1 / self.s.tokens_per_step, device=m.device))
         return loss.detach()
 
@@ -1210,7 +1503,7 @@ class Run:
         batch = Batch(*(t.to(m.device) for t in self.val_data.batch(group)))
         view = make_view(batch, stage, m.val_piece)
         x_TD = compiled(GPT.forward, m.compile)(self.model, batch, view)
-        return token_losses(x_TD, self.model.head, batch.targets_T, self.s, m.head_chunk, m.compile)
+        return token_losses(x_TD, self.model.head, batch.targets_T, m.head)
 
     def validate(self, step: int) -> float:
         """Mean loss over the pinned validation set, summed in fp64."""
@@ -1222,8 +1515,34 @@ class Run:
             dist.all_reduce(total)
         return total.item() / self.s.val_tokens
 
-    def warm_up(self) -> None:
-        """Meet every graph of the schedule on throw-away state, then restore it bit for bit."""
+    @torch.no_grad()
+    def try_heads(self) -> list[str]:
+        """Keep the fastest head that is right on real activations, at the real size; the lines."""
+        m, s = self.machine, self.s
+        batch = self.train_data.micro_batch(list(range(m.share[0])))
+        batch = Batch(*(t.to(m.device) for t in batch))
+        x_TD = self.model(batch, make_view(batch, self.stages[0], s.doc_cap))
+        weight_VD = 0.1 * torch.randn_like(self.model.head)  # the model's own is zero at first
+        heads = {"reference": m.head._replace(kind="reference", chunk=1024, compile=False)}
+        for kind in ("bf16", *(FP8_HEADS if has_fp8(m.device) else ())):
+            heads[kind] = m.head._replace(kind=kind)
+
+        def differs(kind: str, found: tuple, expected: tuple) -> str:
+            bound = 0.1 if kind in FP8_HEADS else 0.02
+            errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected)]
+            right = errors[0] < 0.01 and max(errors) < bound  # false for what is not finite, too
+            return "" if right else "loss, dx, dW are off by {:.2g}, {:.2g}, {:.2g}".format(*errors)
+
+        trials = {kind: partial(head_loss_op, x_TD, weight_VD, batch.targets_T, *head)
+                  for kind, head in heads.items()}
+        name, lines = fastest(trials, differs, lambda: torch.cuda.synchronize(m.device))
+        self.machine = m._replace(head=heads[name])
+        return [f"head {line}" for line in lines]
+
+    def warm_up(self) -> list[str]:
+        """Meet every graph of the schedule on throw-away state, then restore it bit for bit.
+        Returns lines about what was tried."""
+        lines = self.try_heads() if self.machine.head.kind == "auto" else []
         before = {n: t.to("cpu", copy=True) for n, t in self.state().items()}
         random = torch.get_rng_state()
         batch = self.train_data.micro_batch(list(range(self.machine.share[0])))
@@ -1235,6 +1554,7 @@ class Run:
         for name, tensor in self.state().items():
             tensor.copy_(before[name])
             assert torch.equal(tensor.cpu(), before[name]), f"warm-up changed {name}"
+        return lines
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Settings, step, and the state of model and optimizer."""
@@ -1311,7 +1631,7 @@ def start_facts(run: Run, given: dict, name: str, run_id: str, utc: str, program
         machine_overrides={n: v for n, v in given.items() if n not in RECIPE_FIELDS},
         environment=environment(m),
         run=dict(precision=str(m.dtype).removeprefix("torch."), compiled=m.compile,
-                 micro_batch_units=m.share[0], head_chunk=m.head_chunk, val_piece=m.val_piece,
+                 micro_batch_units=m.share[0], val_piece=m.val_piece,
                  attention="varlen_attn" if m.device.type == "cuda" else "blocked reference",
                  steps=total_steps(s), tokens_per_step=s.tokens_per_step),
         data=dict(train=[dict(file=p.name, tokens=n) for p, n in zip(ribbon.paths, sizes)],
@@ -1387,10 +1707,14 @@ def run_once(s: Settings, given: dict) -> int:
                train_time_ms=0.0, wait_ms=0.0, recompiles=0)
     try:
         began, known = time.perf_counter(), graphs()
-        run.warm_up()
+        for text in run.warm_up():
+            log.line(text)
         seconds, made = time.perf_counter() - began, graphs() - known
-        log.event("warmup", dict(seconds=seconds, graphs=made, restored=True))
-        log.line(f"warm-up: {seconds:.1f} s, {made} graphs compiled, state restored")
+        head = run.machine.head
+        log.event("warmup", dict(seconds=seconds, graphs=made, restored=True, head=head.kind,
+                                 head_chunk=head.chunk))
+        log.line(f"warm-up: {seconds:.1f} s, {made} graphs compiled, state restored; head "
+                 f"{head.kind}, {head.chunk:,} tokens at once")
         train(run, log, folder / f"{run_id}.pt" if s.checkpoint else None, end)
         end["status"] = "complete"
     except NonFinite as error:

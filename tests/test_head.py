@@ -15,6 +15,10 @@ S = replace(FINEWEB, vocab_size=300)         # cap 30, slope 7.5
 PADDED, D, T = 384, 48, 100
 
 
+def head(chunk: int, kind: str = "reference") -> train_gpt.Head:
+    return train_gpt.Head(S.vocab_size, S.logit_cap, S.logit_slope, chunk, False, kind)
+
+
 def inputs(tokens: int = T, seed: int = 0, spread: float = 5.0) -> tuple[Tensor, Tensor, Tensor]:
     """Activations of rms 1, weights that make logits of a deviation `spread`, targets with gaps."""
     generator = torch.Generator().manual_seed(seed)
@@ -36,7 +40,7 @@ def truth(x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0) -> li
 def ours(x: Tensor, weight: Tensor, targets: Tensor, factor: float = 1.0,
          chunk: int = 32) -> list[Tensor]:
     x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
-    loss = train_gpt.head_loss(x, weight, targets, S, chunk, False)
+    loss = train_gpt.head_loss(x, weight, targets, head(chunk))
     return [loss.detach(), *torch.autograd.grad(factor * loss, (x, weight))]
 
 
@@ -82,7 +86,7 @@ def test_padding_rows_get_no_probability_and_no_gradient(padding):
     changed = ours(x, weight, targets)
     assert all(torch.equal(a, b) for a, b in zip(plain, changed))
     assert (changed[2][S.vocab_size:] == 0).all() and (changed[2][:S.vocab_size] != 0).any()
-    assert torch.equal(*(train_gpt.token_losses(x, w, targets, S, 32, False)
+    assert torch.equal(*(train_gpt.token_losses(x, w, targets, head(32))
                          for w in (inputs()[1], weight)))
 
 
@@ -122,7 +126,7 @@ def test_one_token_and_equal_targets(tokens):
 @pytest.mark.parametrize("chunk", [1, 32, 1000])
 def test_token_losses_sum_to_the_head_loss(chunk):
     x, weight, targets = inputs()
-    losses = train_gpt.token_losses(x, weight, targets, S, chunk, False)
+    losses = train_gpt.token_losses(x, weight, targets, head(chunk))
     assert losses.dtype == torch.float32 and losses.shape == (T,)
     assert (losses[targets < 0] == 0).all()
     assert losses.sum().item() == pytest.approx(ours(x, weight, targets)[0].item(), rel=1e-6)
@@ -149,16 +153,15 @@ def test_the_logits_of_all_tokens_never_exist_at_once():
     most = max(tokens * D, PADDED * D, chunk * PADDED)
     assert most < tokens * PADDED / 4
     with Largest() as largest:               # a mode does not look into an operator: its body then
-        total, dx, dweight = train_gpt.head_loss_op._init_fn(x, weight, targets, 300, 30.0, 7.5,
-                                                             chunk, False)
+        total, dx, dweight = train_gpt.head_loss_op._init_fn(x, weight, targets, *head(chunk))
     assert chunk * PADDED <= largest.elements <= most
     close([total, dx, dweight], truth(x, weight, targets))
     with Largest() as largest:
-        train_gpt.token_losses(x, weight, targets, S, chunk, False)
+        train_gpt.token_losses(x, weight, targets, head(chunk))
     assert chunk * PADDED <= largest.elements <= most
     x.requires_grad_(), weight.requires_grad_()
     with Largest() as largest:               # what autograd does around the operator
-        train_gpt.head_loss(x, weight, targets, S, chunk, False).backward()
+        train_gpt.head_loss(x, weight, targets, head(chunk)).backward()
     assert largest.elements <= most
 
 
@@ -167,4 +170,4 @@ def test_opcheck(dtype):
     """torch's own checks of a custom operator: schema, fake tensors, autograd, AOTAutograd."""
     x, weight, targets = inputs()
     torch.library.opcheck(train_gpt.head_loss_op, (
-        x.to(dtype).requires_grad_(), weight.requires_grad_(), targets, 300, 30.0, 7.5, 32, False))
+        x.to(dtype).requires_grad_(), weight.requires_grad_(), targets, *head(32)))

@@ -32,6 +32,11 @@ SMALL = replace(
 DOCUMENTS = (1, 70, 127, 3, 180, 2, 129)     # tokens; together 512
 
 
+def head(chunk: int) -> train_gpt.Head:
+    s = SMALL
+    return train_gpt.Head(s.vocab_size, s.logit_cap, s.logit_slope, chunk, False, "reference")
+
+
 def filled(s: Settings, seed: int = 0, dtype: torch.dtype = torch.float32) -> GPT:
     """A model whose every parameter is random and far from zero."""
     model, generator = GPT(s, dtype), torch.Generator().manual_seed(seed)
@@ -374,7 +379,7 @@ def test_a_parameter_without_an_initial_value_is_an_error():
 def test_the_first_loss_is_ln_of_the_unpadded_vocabulary(dtype):
     model, batch = initial(SMALL, seed=0, dtype=dtype), packed(SMALL, DOCUMENTS)
     view = train_gpt.make_view(batch, train_gpt.stages(SMALL)[0], 180)
-    loss = model.loss(batch, view, chunk=100, compile=False).item()
+    loss = model.loss(batch, view, head(100)).item()
     assert loss / (batch.targets_T >= 0).sum().item() == pytest.approx(math.log(300), abs=1e-5)
 
 
@@ -448,10 +453,10 @@ def test_model_and_loss_equal_a_plain_implementation(stage):
 
     with torch.no_grad():
         ours_TD = model(batch, view)
-        ours_T = train_gpt.token_losses(ours_TD, model.head, batch.targets_T, SMALL, 100, False)
+        ours_T = train_gpt.token_losses(ours_TD, model.head, batch.targets_T, head(100))
     torch.testing.assert_close(ours_TD.double(), x_TD, rtol=0, atol=1e-4)
     torch.testing.assert_close(ours_T.double(), losses_T, rtol=0, atol=1e-4)
-    loss = model.loss(batch, view, chunk=100, compile=False)
+    loss = model.loss(batch, view, head(100))
     assert loss.item() == pytest.approx(losses_T.sum().item(), rel=1e-5)
     loss.backward()
     for name, ours in model.named_parameters():
@@ -469,7 +474,7 @@ def test_bf16_follows_fp32():
         model = filled(SMALL, dtype=dtype)
         x_TD = model(batch, view)
         assert x_TD.dtype == dtype           # nothing in between promotes to fp32
-        loss = model.loss(batch, view, chunk=128, compile=False)
+        loss = model.loss(batch, view, head(128))
         assert loss.dtype == torch.float32
         losses.append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=5e-3)
@@ -496,7 +501,7 @@ def test_validation_in_pieces_equals_validation_of_whole_sequences(tmp_path):
         for group in range(len(data.groups)):
             batch = data.batch(group)
             each = train_gpt.token_losses(outputs(model, batch, stage), model.head,
-                                          batch.targets_T, s, 256, False)
+                                          batch.targets_T, head(256))
             assert (each[batch.targets_T < 0] == 0).all()
             found.append(each[batch.targets_T >= 0])
         return torch.cat(found).double()

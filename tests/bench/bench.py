@@ -71,8 +71,7 @@ def step_parts(compile: str, n: int) -> float:
     show("optimizer", update, n)
     x = torch.randn(len(batch.inputs_T), s.width, dtype=machine.dtype)
     show("head of it, forward and backward", lambda: t.head_loss_op(
-        x, run.model.head.detach(), batch.targets_T, s.vocab_size, s.logit_cap, s.logit_slope,
-        machine.head_chunk, machine.compile), n)
+        x, run.model.head.detach(), batch.targets_T, *machine.head), n)
     show("masks and rotary tables", lambda: t.make_view(batch, stage, s.doc_cap), n)
     show("loader, one step's units", lambda: run.train_data.micro_batch(list(range(k))), n)
     show("validation, one group", lambda: run.val_losses(0, run.stages[-1]), max(3, n // 5))
