@@ -1460,7 +1460,7 @@ class Run:
         own = dict(fineweb="fineweb10B", tiny="tiny")[s.track]
         data, self.stages = Path(__file__).parent / "data", stages(s)
         folder = Path(s.data_dir) if s.data_dir else data / own
-        self.s, self.machine = s, machine
+        self.s, self.machine, self.tried = s, machine, []  # lines on what was tried, for the log
         self.train_data = TrainData(s, folder)
         self.val_data = ValData(s, folder, machine.val_piece, look_back(s))
         self.val_bytes = self.val_data.bytes(data / "gpt2.tiktoken")
@@ -1516,8 +1516,8 @@ class Run:
         return total.item() / self.s.val_tokens
 
     @torch.no_grad()
-    def try_heads(self) -> list[str]:
-        """Keep the fastest head that is right on real activations, at the real size; the lines."""
+    def try_heads(self) -> None:
+        """Keep the fastest head that is right on real activations, at the real size."""
         m, s = self.machine, self.s
         batch = self.train_data.micro_batch(list(range(m.share[0])))
         batch = Batch(*(t.to(m.device) for t in batch))
@@ -1537,12 +1537,12 @@ class Run:
                   for kind, head in heads.items()}
         name, lines = fastest(trials, differs, lambda: torch.cuda.synchronize(m.device))
         self.machine = m._replace(head=heads[name])
-        return [f"head {line}" for line in lines]
+        self.tried += [f"head {line}" for line in lines]
 
-    def warm_up(self) -> list[str]:
-        """Meet every graph of the schedule on throw-away state, then restore it bit for bit.
-        Returns lines about what was tried."""
-        lines = self.try_heads() if self.machine.head.kind == "auto" else []
+    def warm_up(self) -> None:
+        """Meet every graph of the schedule on throw-away state, then restore it bit for bit."""
+        if self.machine.head.kind == "auto":
+            self.try_heads()
         before = {n: t.to("cpu", copy=True) for n, t in self.state().items()}
         random = torch.get_rng_state()
         batch = self.train_data.micro_batch(list(range(self.machine.share[0])))
@@ -1554,7 +1554,6 @@ class Run:
         for name, tensor in self.state().items():
             tensor.copy_(before[name])
             assert torch.equal(tensor.cpu(), before[name]), f"warm-up changed {name}"
-        return lines
 
     def checkpoint(self, path: Path, step: int) -> None:
         """Settings, step, and the state of model and optimizer."""
@@ -1707,7 +1706,8 @@ def run_once(s: Settings, given: dict) -> int:
                train_time_ms=0.0, wait_ms=0.0, recompiles=0)
     try:
         began, known = time.perf_counter(), graphs()
-        for text in run.warm_up():
+        run.warm_up()
+        for text in run.tried:
             log.line(text)
         seconds, made = time.perf_counter() - began, graphs() - known
         head = run.machine.head
