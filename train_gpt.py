@@ -54,6 +54,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 try:
     import triton
@@ -946,6 +947,7 @@ class GPT(nn.Module):
     def __init__(self, s: Settings, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.s, self.dtype, self.blocks = s, dtype, block_table(s)
+        self.recompute = False               # activations of blocks in backward, to save memory
         V, D, H = padded_vocab(s), s.width, s.width // s.head_dim
         attentions = sum(b.attention is not None for b in self.blocks)
         tables = 1 + max((b.table for b in self.blocks if b.table is not None), default=-1)
@@ -992,15 +994,24 @@ class GPT(nn.Module):
         values = [F.embedding(batch.inputs_T, t).to(self.dtype) for t in self.value_embeds]
         outputs = []
         for n, block in enumerate(self.blocks):
-            if block.skip is not None:
-                x = x + torch.sigmoid(self.skip_gates[block.skip]) * outputs[block.source]
-            x = self.residual_mix[n, 0] * x + self.residual_mix[n, 1] * x0
-            if block.attention is not None:
-                ve_TD = values[block.table] if block.table is not None else None
-                x = x + self.attention(norm(x), ve_TD, block, batch, view)
-            x = x + self.mlp(norm(x), *self.mlp_bank[2 * n:2 * n + 2].to(self.dtype))
+            ve_TD = values[block.table] if block.table is not None else None
+            skip_TD = outputs[block.source] if block.skip is not None else None
+            arguments = n, block, x, x0, ve_TD, skip_TD, batch, view
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(self.block, *arguments, use_reentrant=False)
+            else:
+                x = self.block(*arguments)
             outputs.append(x)
         return norm(x)
+
+    def block(self, n: int, block: Block, x: Tensor, x0: Tensor, ve_TD: Tensor | None,
+              skip_TD: Tensor | None, batch: Batch, view: View) -> Tensor:
+        if skip_TD is not None:
+            x = x + torch.sigmoid(self.skip_gates[block.skip]) * skip_TD
+        x = self.residual_mix[n, 0] * x + self.residual_mix[n, 1] * x0
+        if block.attention is not None:
+            x = x + self.attention(norm(x), ve_TD, block, batch, view)
+        return x + self.mlp(norm(x), *self.mlp_bank[2 * n:2 * n + 2].to(self.dtype))
 
     def smear(self, e_TD: Tensor, batch: Batch) -> Tensor:
         """Each token takes a gated part of the one before it in its document."""
