@@ -27,7 +27,6 @@ R rotary frequencies, B matrices of a bank.
 [5] Adam, Kingma and Ba, 2014; AdamW, Loshchilov and Hutter, 2017.  [6] Gemma 2, 2024: soft caps.
 """
 import ast
-import base64
 import bisect
 import datetime
 import difflib
@@ -36,16 +35,18 @@ import json
 import math
 import os
 import platform
-import queue
 import re
 import shutil
 import signal
 import sys
-import threading
+import sysconfig
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
@@ -68,7 +69,6 @@ except ImportError:                          # no wheel for this platform: a CPU
 @dataclass(frozen=True)
 class Recipe:
     """What defines a track; the defaults are FINEWEB's. `--help` prints the trailing comments."""
-
     track: Literal["fineweb", "tiny"] = "fineweb"  # name of the preset
     target_loss: float = 3.28                # nats per token, mean over the validation set
     vocab_size: int = 50257                  # the last id is EoS, which opens every document
@@ -118,7 +118,6 @@ class Recipe:
 @dataclass(frozen=True)
 class Settings(Recipe):
     """A recipe on a machine. No field below may change what is computed beyond rounding."""
-
     seed: int = 0                            # of the initial values
     name: str = ""                           # record folder = <date>_<name>; "" = the track's name
     data_dir: str = ""                       # folder of the shards; "" = the track's, below data/
@@ -127,6 +126,8 @@ class Settings(Recipe):
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # activations; auto: bf16 on CUDA and AMX
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where a compiler is found
     head: Literal["auto", "reference", "bf16", "fp8-triton", "fp8-torch"] = "auto"  # by trying
+    attention: Literal["auto", "varlen_attn", "FA3", "FA4", "blocked"] = "auto"  # by trying
+    recompute: Literal["auto", "off", "light", "blocks"] = "auto"  # activations; auto: by memory
     micro_batch: int = 0                     # units; 0 = by the memory of the device
     head_chunk: int = 0                      # tokens whose logits exist at once; 0 = chosen
     val_piece: int = 0                       # tokens validated at once; 0 = chosen
@@ -149,7 +150,6 @@ PRESETS = {"fineweb": FINEWEB, "tiny": TINY}
 
 class UserError(SystemExit):
     """Something that the user can mend: one line, no traceback, exit code 2."""
-
     def __init__(self, line: str):
         super().__init__(2)
         self.line = line
@@ -159,26 +159,22 @@ def help_text(preset: Settings) -> str:
     source = Path(__file__).read_text(encoding="utf-8")
     notes = dict(re.findall(r"^    (\w+): [^\n#]+ = [^\n#]*?# ([^\n]+)$", source, re.M))
     lines = [__doc__.split("\n\n")[0], "", "usage: python train_gpt.py [--setting=value ...]"]
-    for recipe, heading in ((True, "recipe: defines the record; a change makes it an experiment"),
-                            (False, "machine: free, may not change what is computed")):
-        lines += ["", heading]
-        for f in fields(Settings):
-            if (f.name in RECIPE_FIELDS) == recipe:
-                choice = f" {'|'.join(get_args(f.type))}" if get_origin(f.type) is Literal else ""
-                default = str(getattr(preset, f.name)).replace(" ", "") or '""'
-                lines.append(f"  --{f.name}={default}{choice}  {notes[f.name]}")
+    headings = {0: "recipe: defines the record; a change makes it an experiment",
+                len(RECIPE_FIELDS): "machine: free, may not change what is computed"}
+    for number, f in enumerate(fields(Settings)):
+        choice = f" {'|'.join(get_args(f.type))}" if get_origin(f.type) is Literal else ""
+        default = str(getattr(preset, f.name)).replace(" ", "") or '""'
+        lines += ["", headings[number]] if number in headings else []
+        lines.append(f"  --{f.name}={default}{choice}  {notes[f.name]}")
     return "\n".join(lines)
 
 def parse_value(name: str, kind: type, text: str):
     """`text` as a value of a field's type; UserError says what was expected and what was found."""
-    if get_origin(kind) is Literal:
-        if text in get_args(kind):
-            return text
-        near = difflib.get_close_matches(text, get_args(kind), 1, 0)[0]
-        choices = ", ".join(get_args(kind))
-        raise UserError(f"--{name}={text}: expected one of {choices}; did you mean {near}?")
-    if kind is str:
+    if kind is str or text in get_args(kind):
         return text
+    if choices := get_args(kind):
+        near, every = difflib.get_close_matches(text, choices, 1, 0)[0], ", ".join(choices)
+        raise UserError(f"--{name}={text}: expected one of {every}; did you mean {near}?")
     try:
         value = ast.literal_eval(text.capitalize() if kind is bool else text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -209,11 +205,6 @@ def parse_settings(arguments: list[str]) -> tuple[Settings, dict]:
 
 def check_settings(s: Settings) -> None:
     """Refuse values that cannot work, by name, before anything is built."""
-    def refuse(rules: list[tuple[str, bool, str]]) -> None:
-        for name, holds, expected in rules:
-            if not holds:
-                raise UserError(f"--{name}={getattr(s, name)}: expected {expected}")
-
     def whole(values: tuple, low: int, high: float = math.inf) -> bool:
         return all(type(v) is int and low <= v <= high for v in values)
 
@@ -226,41 +217,43 @@ def check_settings(s: Settings) -> None:
 
     zero = {"extra_steps", "momentum_warmup", "seed", "micro_batch", "head_chunk", "val_piece",
             "threads", "log_every"}
-    ints = [f.name for f in fields(s) if f.type is int]
-    refuse([(n, getattr(s, n) >= (n not in zero), f"at least {int(n not in zero)}") for n in ints])
+    ints = [(f.name, int(f.name not in zero)) for f in fields(s) if f.type is int]
+    for name, low in ints:                   # first: the rules below divide by some of them
+        if getattr(s, name) < low:
+            raise UserError(f"--{name}={getattr(s, name)}: expected at least {low}")
     blocks = f"among blocks 1 to {s.layers}"
-    refuse([
-        ("width", s.width % s.head_dim == 0, f"a multiple of head_dim {s.head_dim}"),
-        ("head_dim", s.head_dim % 4 == 0, "a multiple of 4, for rotary pairs"),
-        ("gate_width", s.gate_width <= s.width, f"at most width {s.width}"),
-        ("vocab_size", 1 < s.vocab_size <= 65536, "2 to 65,536: tokens are uint16"),
-        ("logit_cap", 0 < s.logit_cap <= 60, "0 to 60: e^cap must stay far inside fp32"),
-        ("unit_tokens", s.unit_tokens % BLOCK == 0, f"a multiple of {BLOCK}"),
-        ("doc_cap", s.doc_cap <= s.unit_tokens, f"at most unit_tokens {s.unit_tokens}"),
-        ("tokens_per_step", s.tokens_per_step % s.unit_tokens == 0,
-         f"a whole number of units of {s.unit_tokens} tokens"),
-        ("cooldown", 0 <= s.cooldown <= 1, "0 to 1"), ("lr_floor", 0 <= s.lr_floor <= 1, "0 to 1"),
-        ("windows", s.windows != () and whole(s.windows, 1),
-         "whole numbers of units, at least one"),
-        ("final_windows", len(s.final_windows) == 3 and whole(s.final_windows, 1),
-         "three whole numbers of units"),
-        ("no_attention", whole(s.no_attention, 1, s.layers), blocks),
-        ("long_window", whole(s.long_window, 1, s.layers), blocks),
-        ("value_layers", pairs(s.value_layers), f"pairs (block, table) {blocks}, none twice"),
-        ("skips", pairs(s.skips) and all(0 < b < a for a, b in s.skips),
-         f"pairs (block, earlier block) {blocks}, none twice"),
-        ("momentum", fractions(s.momentum), "two numbers from 0 to below 1"),
-        ("adam_betas", fractions(s.adam_betas), "two numbers from 0 to below 1"),
-        ("name", re.fullmatch(r"([A-Za-z0-9][\w.-]*)?", s.name, re.A) is not None,
-         "letters, digits, '_', '-' and '.', as it becomes a folder"),
-    ])
+    for name, holds, expected in (
+            ("width", s.width % s.head_dim == 0, f"a multiple of head_dim {s.head_dim}"),
+            ("head_dim", s.head_dim % 4 == 0, "a multiple of 4, for rotary pairs"),
+            ("gate_width", s.gate_width <= s.width, f"at most width {s.width}"),
+            ("vocab_size", 1 < s.vocab_size <= 65536, "2 to 65,536: tokens are uint16"),
+            ("logit_cap", 0 < s.logit_cap <= 60, "0 to 60: e^cap must stay far inside fp32"),
+            ("unit_tokens", s.unit_tokens % BLOCK == 0, f"a multiple of {BLOCK}"),
+            ("doc_cap", s.doc_cap <= s.unit_tokens, f"at most unit_tokens {s.unit_tokens}"),
+            ("tokens_per_step", s.tokens_per_step % s.unit_tokens == 0,
+             f"a whole number of units of {s.unit_tokens} tokens"),
+            ("cooldown", 0 <= s.cooldown <= 1, "0 to 1"),
+            ("lr_floor", 0 <= s.lr_floor <= 1, "0 to 1"),
+            ("windows", s.windows != () and whole(s.windows, 1),
+             "whole numbers of units, at least one"),
+            ("final_windows", len(s.final_windows) == 3 and whole(s.final_windows, 1),
+             "three whole numbers of units"),
+            ("no_attention", whole(s.no_attention, 1, s.layers), blocks),
+            ("long_window", whole(s.long_window, 1, s.layers), blocks),
+            ("value_layers", pairs(s.value_layers), f"pairs (block, table) {blocks}, none twice"),
+            ("skips", pairs(s.skips) and all(0 < b < a for a, b in s.skips),
+             f"pairs (block, earlier block) {blocks}, none twice"),
+            ("momentum", fractions(s.momentum), "two numbers from 0 to below 1"),
+            ("adam_betas", fractions(s.adam_betas), "two numbers from 0 to below 1"),
+            ("name", re.fullmatch(r"([A-Za-z0-9][\w.-]*)?", s.name, re.A) is not None,
+             "letters, digits, '_', '-' and '.', as it becomes a folder")):
+        if not holds:
+            raise UserError(f"--{name}={getattr(s, name)}: expected {expected}")
 
 # -- 2 Data ----------------------------------------------------------------------------------------
 # A shard is 256 little-endian int32 (20240520, 1, token count, zeros) and then uint16 tokens. The
-# last id of the vocabulary, EoS, opens every document. Shards are laid end to end to one ribbon, so
-# a document may run over the border of two.
-#
-# A unit is `unit_tokens` tokens of consecutive documents, each cut at `doc_cap` and the last one to
+# last id of the vocabulary, EoS, opens every document. Shards are laid end to end to one ribbon. A
+# unit is `unit_tokens` tokens of consecutive documents, each cut at `doc_cap` and the last one to
 # fit. What is cut away is not trained on; the next unit begins with the next document. A step is a
 # whole number of units and a micro-batch is k of them: k is the machine's choice, and neither the
 # stream nor the gradient depends on it.
@@ -274,8 +267,8 @@ def shard_tokens(path: Path) -> int:
         size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=256)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); see --data_dir") from None
-    if len(header) < 256 or header[0] != MAGIC or header[1] != VERSION:
-        found = f"{size} bytes" if len(header) < 256 else f"{header[0]}, {header[1]}"
+    found = f"{size} bytes" if len(header) < 256 else f"{header[0]}, {header[1]}"
+    if found != f"{MAGIC}, {VERSION}":
         raise UserError(f"{path}: not a token shard: expected a header of 1,024 bytes beginning "
                         f"with {MAGIC}, {VERSION}, found {found}; remove it or make it again")
     tokens = int(header[2])
@@ -284,8 +277,16 @@ def shard_tokens(path: Path) -> int:
                         f"{HEADER_BYTES + 2 * tokens:,} bytes, found {size:,}; fetch it again")
     return tokens
 
-def index_shard(path: Path, vocab_size: int) -> tuple[int, np.ndarray]:
-    """Read a shard once: its token count and the positions of EoS, int64 [N]."""
+class Shard(NamedTuple):
+    """What one reading of a shard tells; lengths are in tokens, EoS included."""
+    tokens: int
+    documents: int                           # that begin in it
+    median: int                              # length; the last document as far as the shard has it
+    longest: int
+    starts_N: np.ndarray                     # positions of EoS, int64
+
+def check_shard(path: Path, vocab_size: int) -> Shard:
+    """Read all of a shard once, and refuse one that is not whole or not of this vocabulary."""
     tokens, starts, eos = shard_tokens(path), [], vocab_size - 1
     for first in range(0, tokens, SCAN_TOKENS):
         count = min(SCAN_TOKENS, tokens - first)
@@ -295,11 +296,12 @@ def index_shard(path: Path, vocab_size: int) -> tuple[int, np.ndarray]:
             raise UserError(f"{path}: token {part[at]} at position {first + at:,}: expected ids "
                             f"below {vocab_size:,}; was it made with another tokenizer?")
         starts.append(np.flatnonzero(part == eos) + first)
-    starts = np.concatenate(starts)
-    if len(starts) == 0:
+    starts_N = np.concatenate(starts)
+    if len(starts_N) == 0:
         raise UserError(f"{path}: no EoS ({eos}) in {tokens:,} tokens: expected one before every "
                         "document; was it made with another tokenizer?")
-    return tokens, starts
+    lengths_N = np.diff(starts_N, append=tokens)
+    return Shard(tokens, len(starts_N), int(np.median(lengths_N)), int(lengths_N.max()), starts_N)
 
 def up_to(n: int, unit: int) -> int:
     """The least multiple of `unit` that is not below n."""
@@ -307,16 +309,15 @@ def up_to(n: int, unit: int) -> int:
 
 class Ribbon:
     """Shards laid end to end."""
-
     def __init__(self, vocab_size: int):
         self.vocab_size, self.paths, self.borders = vocab_size, [], [0]
         self.starts_N = np.empty(0, np.int64)
 
     def add(self, path: Path) -> None:
-        tokens, starts = index_shard(path, self.vocab_size)
-        self.starts_N = np.concatenate([self.starts_N, starts + self.borders[-1]])
+        shard = check_shard(path, self.vocab_size)
+        self.starts_N = np.concatenate([self.starts_N, shard.starts_N + self.borders[-1]])
         self.paths.append(path)
-        self.borders.append(self.borders[-1] + tokens)
+        self.borders.append(self.borders[-1] + shard.tokens)
 
     def read(self, a: int, b: int) -> np.ndarray:
         """Tokens [a, b), uint16, across borders, from any thread. Nothing stays in memory."""
@@ -327,7 +328,7 @@ class Ribbon:
             parts.append(np.fromfile(path, "<u2", end - a, offset=offset))
             assert len(parts[-1]) == end - a, f"{path} changed during the run"
             a, shard = end, shard + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.concatenate(parts)
 
     def lengths(self) -> np.ndarray:
         """Tokens of each document that have a successor, int64 [N]: the very last has none."""
@@ -348,14 +349,12 @@ def pack_units(lengths_N: np.ndarray, unit_tokens: int, doc_cap: int) -> np.ndar
 
 class Piece(NamedTuple):
     """Tokens [start, start + size) of one document; losses count from `scored` on."""
-
     start: int
     size: int
     scored: int
 
 class Batch(NamedTuple):
     """T tokens of documents laid end to end."""
-
     inputs_T: Tensor                         # int32
     targets_T: Tensor                        # int64; -1 where no loss counts
     positions_T: Tensor                      # int32, index inside the document: 0 opens one
@@ -382,7 +381,6 @@ def make_batch(ribbon: Ribbon, groups: list[list[Piece]], tokens: int, documents
 
 class TrainData:
     """The units of the training shards in order; too few are found before any work is done."""
-
     def __init__(self, s: Settings, folder: Path):
         self.s, self.ribbon = s, Ribbon(s.vocab_size)
         needed, self.units = total_steps(s) * s.tokens_per_step // s.unit_tokens, 0
@@ -396,9 +394,8 @@ class TrainData:
                 break
         if self.units * s.epochs < needed:
             raise UserError(f"{folder}: the schedule needs {needed * s.unit_tokens:,} tokens, "
-                            f"found {self.units * s.unit_tokens:,} usable in {len(paths)} shards "
-                            f"({paths[0].name} to {paths[-1].name}), epochs allowed {s.epochs}; "
-                            "add shards, lower --steps or raise --epochs")
+                            f"found {self.units * s.unit_tokens:,} in {paths[0].name} to "
+                            f"{paths[-1].name}; add shards, lower --steps or raise --epochs")
         # one constant for all units, so that shapes never change; coarse, so that caches hit
         self.documents = up_to(int(np.diff(self.firsts).max()), 64)
 
@@ -434,44 +431,28 @@ def unit_schedule(step: int, units_per_step: int, k: int, rank: int, world: int)
 
 class Reader:
     """A background thread that keeps up to `prefetch` micro-batches ready, in order."""
-
     def __init__(self, data: TrainData, s: Settings, machine: "Machine", first_step: int = 0):
-        self.queue, self.waited, self.stopped = queue.Queue(s.prefetch), 0.0, threading.Event()
-        self.data, self.pin = data, machine.device.type == "cuda"
+        self.data, self.pin, self.waited = data, machine.device.type == "cuda", 0.0
         per_step, k, rank, world = s.tokens_per_step // s.unit_tokens, *machine.share
-        self.plan = (units for step in range(first_step, total_steps(s))
-                     for units in unit_schedule(step, per_step, k, rank, world))
-        self.thread = threading.Thread(target=self.work, daemon=True, name="reader")
-        self.thread.start()
+        plan = (units for step in range(first_step, total_steps(s))
+                for units in unit_schedule(step, per_step, k, rank, world))
+        self.pool = ThreadPoolExecutor(1, "reader")
+        self.coming = (self.pool.submit(self.read, units) for units in plan)
+        self.ahead = deque(islice(self.coming, s.prefetch))
 
-    def work(self) -> None:
-        try:
-            for units in self.plan:
-                batch = self.data.micro_batch(units)
-                self.put(Batch(*(t.pin_memory() for t in batch)) if self.pin else batch)
-                if self.stopped.is_set():
-                    return
-        except BaseException as error:       # the main thread would wait for ever
-            self.put(error)
-
-    def put(self, item) -> None:
-        while not self.stopped.is_set():
-            try:
-                return self.queue.put(item, timeout=0.1)
-            except queue.Full:
-                continue
+    def read(self, units: list[int]) -> Batch:
+        batch = self.data.micro_batch(units)
+        return Batch(*(t.pin_memory() for t in batch)) if self.pin else batch
 
     def next(self) -> Batch:
         began = time.perf_counter()
-        item = self.queue.get()
+        batch = self.ahead.popleft().result()  # or the error of its reading
         self.waited += time.perf_counter() - began
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        self.ahead.extend(islice(self.coming, 1))
+        return batch
 
     def close(self) -> None:
-        self.stopped.set()
-        self.thread.join()
+        self.pool.shutdown(cancel_futures=True)
 
 def cut_sequence(starts_N: np.ndarray, first: int, end: int, room: int,
                  context: int) -> list[list[Piece]]:
@@ -502,12 +483,12 @@ def cut_sequence(starts_N: np.ndarray, first: int, end: int, room: int,
 
 class ValData:
     """The pinned validation set: `val_tokens` targets, in sequences, in groups of pieces."""
-
     def __init__(self, s: Settings, folder: Path, room: int, context: int):
-        self.s, self.room, self.ribbon = s, room, Ribbon(s.vocab_size)
+        self.s, self.context, self.ribbon = s, context, Ribbon(s.vocab_size)
         self.path = find_shards(folder, "val")[0]
         self.ribbon.add(self.path)
-        self.sha256, tokens = file_sha256(self.path), self.ribbon.borders[-1]
+        tokens = self.ribbon.borders[-1]
+        self.sha256 = hashlib.sha256(np.memmap(self.path, np.uint8, "r")).hexdigest()
         if s.val_sha256 not in ("", self.sha256):
             raise UserError(f"{self.path}: not the pinned validation shard: expected sha256 "
                             f"{s.val_sha256[:12]}.., found {self.sha256[:12]}..; fetch it again, "
@@ -515,35 +496,24 @@ class ValData:
         if tokens <= s.val_tokens:
             raise UserError(f"{self.path}: validation needs {s.val_tokens + 1:,} tokens, found "
                             f"{tokens:,}; fetch it again, or set --val_tokens for an experiment")
-        if room <= context and room < s.val_sequence:
-            raise UserError(f"--val_piece={room}: expected more than the {context:,} tokens that "
-                            "the windows can look back")
-        self.groups = [g for first in range(0, s.val_tokens, s.val_sequence) for g in cut_sequence(
-            self.ribbon.starts_N, first, min(first + s.val_sequence, s.val_tokens), room, context)]
+        self.cut(room)
+
+    def cut(self, room: int) -> None:
+        """Make the groups, of at most `room` tokens."""
+        s, self.room = self.s, room
+        if room <= self.context and room < s.val_sequence:
+            raise UserError(f"--val_piece={room}: expected more than the {self.context:,} tokens "
+                            "that the windows can look back")
+        ends = [(first, min(first + s.val_sequence, s.val_tokens))
+                for first in range(0, s.val_tokens, s.val_sequence)]
+        self.groups = [group for pair in ends for group in cut_sequence(
+            self.ribbon.starts_N, *pair, room, self.context)]
         self.documents = up_to(max(map(len, self.groups)) + 1, 64)
 
     def batch(self, group: int) -> Batch:
         return make_batch(self.ribbon, [self.groups[group]], self.room, self.documents)
 
-    def bytes(self, ranks: Path) -> int | None:
-        """Bytes of text behind the targets by GPT-2's ranks, EoS none; None without them."""
-        if not ranks.exists():
-            return None
-        lines = ranks.read_bytes().splitlines()[:self.s.vocab_size - 1]
-        if len(lines) < self.s.vocab_size - 1:
-            return None                      # another tokenizer's vocabulary
-        sizes = np.array([len(base64.b64decode(line.split()[0])) for line in lines] + [0])
-        return int(sizes[self.ribbon.read(1, self.s.val_tokens + 1)].sum())
-
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
 # -- 3 Layers --------------------------------------------------------------------------------------
-
 BLOCK = 64                                   # tokens, tile of the reference attention
 
 def norm(x: Tensor) -> Tensor:
@@ -552,7 +522,6 @@ def norm(x: Tensor) -> Tensor:
 
 class View(NamedTuple):
     """What attention may see of a batch at one stage of the schedule."""
-
     cos_T1R: Tensor                          # fp32 [T, 1, K/2]; the second half is 1: no rotation
     sin_T1R: Tensor                          # fp32 [T, 1, K/2]; the second half is 0
     scale: Tensor                            # fp32 [], factor of q.k
@@ -569,8 +538,7 @@ def rotate(x_THK: Tensor, view: View) -> Tensor:
 def block_mask(positions_T: Tensor, window: int, span: int) -> Tensor:
     """Mask of `blocked_attention`, bool [T/C, 1, C, (span + 1) C], C = BLOCK.
 
-    Query i sees key j of its own document where i - window <= j <= i.
-    """
+    Query i sees key j of its own document where i - window <= j <= i."""
     C, device = BLOCK, positions_T.device
     query, key = torch.arange(C, device=device), torch.arange(-span * C, C, device=device)
     back = query[:, None] - key              # i - j; a document's first token sees only itself
@@ -580,8 +548,7 @@ def blocked_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, mask: Tensor)
     """softmax(q.k) v over the visible keys: the reference for every other implementation.
 
     Each block of C queries meets its own keys and those of `span` blocks before it, as far as a
-    window reaches. Memory grows with T * window, never with T * T.
-    """
+    window reaches. Memory grows with T * window, never with T * T."""
     (T, H, K), C, span = q_THK.shape, BLOCK, mask.size(-1) // BLOCK - 1
 
     def neighbours(x_THK: Tensor) -> Tensor:  # [T/C, H, (span + 1) C, K]
@@ -607,31 +574,26 @@ def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, visible: int | Tensor, c
 # 4.9 GB, and their gradient as much again. So tokens go in chunks. The gradient of a chunk's logits
 # is known as soon as its loss is, but for one factor: forward computes dx and dW at once, as if the
 # incoming gradient were 1, and backward multiplies by it. Three products, no logit twice.
-#
 # FP8 doubles the rate of those products where the tensor cores have it (capability 8.9 or higher),
 # and halves what they read. It works here, in this layer, for three reasons.
-#
 #   Range. x leaves a norm and the head is one matrix, so one scale a tensor is enough: the largest
 #   magnitude goes to 448, the largest e4m3 number. The gradient of a summed loss for a logit is
 #   (p - [target]) * cap / slope * s (1 - s), never above cap / (4 slope): its scale is a constant,
-#   and it is e5m2, as probabilities span many powers of two: 2^-16 .. 2^15 below that bound.
+#   and it is e5m2, as probabilities span many powers of two: here 2^-31 .. 1 of that bound.
 #   Error. e4m3 keeps 3 bits behind the point, e5m2 2: a number moves by at most 1/16, or 1/8, of
 #   itself, up or down, so that in a sum of 768 products (logits), 50,304 (dx) or a chunk's (dW)
-#   most of it cancels. The soft cap bounds what is left: a logit that is off by e moves its capped
-#   value by at most e cap / (4 slope). Sums are fp32; those over the vocabulary and the chunk are
-#   promoted every 128 terms, as Hopper's FP8 tensor cores alone keep about 14 bits of a sum.
+#   most of it cancels. The soft cap bounds the rest: a logit that is off by e moves its capped
+#   value by at most e cap / (4 slope). Sums are fp32; the longer ones are promoted every 128 terms,
+#   as Hopper's FP8 tensor cores alone keep about 14 bits of a sum.
 #   Bias. Rounding is to nearest, so it has no direction; the loss is computed from the logits that
 #   the gradient sees, so training descends what it reports. Validation never rounds to FP8.
-#
 # FP8 tensor cores want both factors with the summed index innermost, so whatever meets two products
-# (x, W, the gradient g) is stored twice, once transposed, by the kernel that makes it.
-#
+# (x, W, the gradient g) is stored twice, once transposed.
 #   a chunk of C tokens     FLOPs     reads and writes, bytes          held at once, bytes
 #   z  = x W^T              2 C V D   C D + V D + 2 C V                2 C V
 #   losses, then g and g^T  -         4 C V + 2 C V                    2 C V more
 #   dx = g W                2 C V D   C V + V D + 2 C D                -
 #   dW += g^T x             2 C V D   C V + C D + 8 V D                -
-#
 # In bf16, z becomes its own gradient in place: 2 C V are held. `head_bytes` adds the rest.
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -639,7 +601,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 class Head(NamedTuple):
     """capped logit = cap * sigmoid(logit / slope) for the first `vocab` rows of the weight [6], and
     how the device gets there."""
-
     vocab: int
     cap: float
     slope: float
@@ -652,8 +613,7 @@ def capped_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor,
     """Cross-entropy fp32 [C], 0 where the target is -1; softmax and d capped / d logit, [C, V].
 
     Rows beyond the vocabulary are padding: their probability is exactly 0. Capped logits lie
-    between 0 and the cap, so their exponentials need no maximum taken off.
-    """
+    between 0 and the cap, so their exponentials need no maximum taken off."""
     gate_CV = torch.sigmoid((x_CD @ weight_VD.T).float() / h.slope)
     real_V = torch.arange(len(weight_VD), device=x_CD.device) < h.vocab
     exp_CV = torch.where(real_V, (h.cap * gate_CV).exp(), 0.0)
@@ -679,12 +639,10 @@ if triton:                                   # the same in kernels, for CUDA
 
     @triton.jit
     def product_kernel(a, b, add, c, scale, alpha, beta, M, N, K, MIRROR: tl.constexpr,
-                       PROMOTE: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
-                       BN: tl.constexpr, BK: tl.constexpr):
-        """c = alpha scale a b^T + beta add, for each of a bank of a [M, K], b [N, K] and c [M, N].
-
-        MIRROR: c is symmetric; tiles below the diagonal are computed, and written above it too.
-        """
+                       PROMOTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                       BK: tl.constexpr):
+        """c = alpha scale a b^T + beta add, for each of a bank of a [M, K], b [N, K] and c [M, N],
+        K in whole tiles. MIRROR: c is symmetric, so what lies above the diagonal is copied."""
         tile, tiles_m, tiles_n = tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN)
         bank = tl.program_id(1).to(tl.int64)
         if tiles_m < tiles_n:                # the short side first: neighbours share the L2 cache
@@ -699,15 +657,10 @@ if triton:                                   # the same in kernels, for CUDA
         b += bank * N * K + (cols % N).to(tl.int64)[None, :] * K + ks[:, None]
         total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
-            if EVEN:
-                x, y = tl.load(a + k), tl.load(b + k)
-            else:
-                x = tl.load(a + k, mask=ks[None, :] < K - k, other=0.0)
-                y = tl.load(b + k, mask=ks[:, None] < K - k, other=0.0)
             if PROMOTE:
-                total += tl.dot(x, y)
+                total += tl.dot(tl.load(a + k), tl.load(b + k))
             else:
-                total = tl.dot(x, y, total)
+                total = tl.dot(tl.load(a + k), tl.load(b + k), total)
         total *= alpha
         if scale is not None:
             total *= tl.load(scale)
@@ -720,19 +673,6 @@ if triton:                                   # the same in kernels, for CUDA
         if MIRROR:
             at = bank * M * N + cols.to(tl.int64)[:, None] * M + rows[None, :]
             tl.store(c + at, tl.trans(value), mask=tl.trans(inside))
-
-    @triton.jit
-    def quantise_kernel(x, scale, q, q_t, M, P, N, B: tl.constexpr):
-        """q [P, N] = x [M, N] / scale, zero below x; q_t [N, P] is its transpose."""
-        rows = tl.program_id(0) * B + tl.arange(0, B)
-        cols = tl.program_id(1) * B + tl.arange(0, B)
-        at = rows.to(tl.int64)[:, None] * N + cols[None, :]
-        inside = (rows < P)[:, None] & (cols < N)[None, :]
-        value = tl.load(x + at, mask=inside & (rows < M)[:, None], other=0.0).to(tl.float32)
-        value = (value / tl.load(scale)).to(q.dtype.element_ty)
-        tl.store(q + at, value, mask=inside)
-        at = cols.to(tl.int64)[:, None] * P + rows[None, :]
-        tl.store(q_t + at, tl.trans(value), mask=tl.trans(inside))
 
     @triton.jit
     def loss_kernel(z, targets, losses, sums, V, vocab, cap, slope, B: tl.constexpr):
@@ -751,10 +691,10 @@ if triton:                                   # the same in kernels, for CUDA
 
     @triton.jit
     def gradient_kernel(z, targets, sums, g, g_t, factor, C, V, vocab, cap, slope,
-                        BM: tl.constexpr, BN: tl.constexpr):
+                        B: tl.constexpr):
         """g [C, V] = factor d loss / d z, over z itself or beside it; g_t [V, C], if not None."""
-        rows = tl.program_id(0) * BM + tl.arange(0, BM)
-        cols = tl.program_id(1) * BN + tl.arange(0, BN)
+        rows = tl.program_id(0) * B + tl.arange(0, B)
+        cols = tl.program_id(1) * B + tl.arange(0, B)
         at = rows.to(tl.int64)[:, None] * V + cols[None, :]
         inside = (rows < C)[:, None] & (cols < V)[None, :]
         target = tl.load(targets + rows, mask=rows < C, other=-1)[:, None]
@@ -773,11 +713,10 @@ def triton_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype
     """scale a b^T of FP8 matrices; or added to the first rows, as far as `add_to` has them."""
     (N, K), promote = b_NK.shape, b_NK.size(1) > 1024
     out = torch.empty(len(a_MK), N, dtype=dtype, device=a_MK.device) if add_to is None else add_to
-    M, BM, BN, BK = len(out), 128, 128 if promote else 256, 128  # as much as registers hold
+    M, BM, BN, BK = len(out), 128, 128 if promote else 256, math.gcd(K, 128)
     grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN), 1)
     product_kernel[grid](a_MK, b_NK, add_to, out, scale, 1.0, 1.0, M, N, K, MIRROR=False,
-                         PROMOTE=promote, EVEN=K % BK == 0, BM=BM, BN=BN, BK=BK, num_warps=8,
-                         num_stages=3)
+                         PROMOTE=promote, BM=BM, BN=BN, BK=BK, num_warps=8, num_stages=3)
     return out
 
 def torch_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype,
@@ -789,61 +728,46 @@ def torch_product(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype,
 
 def quantise(x_MN: Tensor, scale: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """x / scale in e4m3, filled up with zeros to [rows, N], and its transpose."""
-    (M, N), B = x_MN.shape, 64
-    q, q_t = (torch.empty(s, dtype=E4M3, device=x_MN.device) for s in ((rows, N), (N, rows)))
-    quantise_kernel[(triton.cdiv(rows, B), triton.cdiv(N, B))](x_MN, scale, q, q_t, M, rows, N, B=B)
-    return q, q_t
+    q = F.pad(x_MN.float() / scale, (0, 0, 0, rows - len(x_MN))).to(E4M3)
+    return q, q.T.contiguous()
 
 def fp8_scale(x: Tensor) -> Tensor:
     """fp32 []: the largest magnitude becomes 448. All on the device: nothing waits for it."""
     return torch.linalg.vector_norm(x, math.inf, dtype=torch.float32).clamp(min=1e-20) / 448
 
-def kernel_losses(z_CV: Tensor, targets_C: Tensor, h: Head) -> tuple[Tensor, Tensor]:
-    """Losses and sums of exponentials of logits, both fp32 [C]."""
-    losses_C, sums_C = torch.empty(2, len(z_CV), device=z_CV.device)
-    loss_kernel[(len(z_CV),)](z_CV, targets_C, losses_C, sums_C, z_CV.size(1), *h[:3], B=4096,
-                              num_warps=8)
-    return losses_C, sums_C
-
-def kernel_gradient(z_CV: Tensor, targets_C: Tensor, sums_C: Tensor, h: Head, factor: float,
-                    g_CV: Tensor, g_VC: Tensor | None) -> None:
-    """g = factor d loss / d z, and its transpose."""
-    (C, V), BM, BN = z_CV.shape, 64, 64
-    gradient_kernel[(triton.cdiv(C, BM), triton.cdiv(V, BN))](
-        z_CV, targets_C, sums_C, g_CV, g_VC, factor, C, V, *h[:3], BM=BM, BN=BN)
+def capped_loss(z_CV: Tensor, targets_C: Tensor, h: Head, factor: float = 1.0,
+                g_CV: Tensor | None = None, g_VC: Tensor | None = None) -> Tensor:
+    """Losses of logits, fp32 [C]; g = factor d loss / d z and its transpose, where given."""
+    (C, V), B = z_CV.shape, 64
+    losses_C, sums_C = torch.empty(2, C, device=z_CV.device)
+    loss_kernel[(C,)](z_CV, targets_C, losses_C, sums_C, V, *h[:3], B=4096, num_warps=8)
+    if g_CV is not None:
+        gradient_kernel[(triton.cdiv(C, B), triton.cdiv(V, B))](
+            z_CV, targets_C, sums_C, g_CV, g_VC, factor, C, V, *h[:3], B=B)
+    return losses_C
 
 def bf16_chunk(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, h: Head,
                dweight_VD: Tensor) -> tuple[Tensor, Tensor]:
     """`reference_chunk` with kernels between torch's products, in the dtype of x."""
     z_CV = x_CD @ weight_VD.T
-    losses_C, sums_C = kernel_losses(z_CV, targets_C, h)
-    kernel_gradient(z_CV, targets_C, sums_C, h, 1.0, z_CV, None)
+    losses_C = capped_loss(z_CV, targets_C, h, g_CV=z_CV)
     dweight_VD += z_CV.T @ x_CD
     return losses_C, z_CV @ weight_VD
 
-class Fp8(NamedTuple):
-    """The head's weight for FP8 products, made once for all chunks."""
-
-    w_VD: Tensor                             # e4m3, V filled up to a multiple of 128
-    w_DV: Tensor                             # its transpose
-    scale: Tensor                            # fp32 [], of w
-    x_scale: Tensor                          # fp32 [], of the activations of all chunks
-    product: Callable                        # triton_product or torch_product
-
-def fp8_chunk(x_CD: Tensor, w: Fp8, targets_C: Tensor, h: Head,
+def fp8_chunk(x_CD: Tensor, weight: tuple, targets_C: Tensor, h: Head,
               dweight_VD: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference_chunk` in FP8."""
-    T, V, device = len(x_CD), len(w.w_VD), x_CD.device
-    C, factor = up_to(T, 128), 2 ** 15 * 4 * h.slope / h.cap
+    """`reference_chunk` in FP8. `weight`: W and its transpose in e4m3, V filled up to a multiple of
+    128, their scale, that of x in all chunks, and the product to use."""
+    (w_VD, w_DV, w_scale, x_scale, product), T, device = weight, len(x_CD), x_CD.device
+    C, V, factor = up_to(T, 128), len(w_VD), 2 ** 15 * 4 * h.slope / h.cap
     targets_C = F.pad(targets_C, (0, C - T), value=-1)
-    x8_CD, x8_DC = quantise(x_CD, w.x_scale, C)
-    z_CV = w.product(x8_CD, w.w_VD, w.x_scale * w.scale, torch.bfloat16)
-    losses_C, sums_C = kernel_losses(z_CV, targets_C, h)
+    x8_CD, x8_DC = quantise(x_CD, x_scale, C)
+    z_CV = product(x8_CD, w_VD, x_scale * w_scale, torch.bfloat16)
     g_CV, g_VC = (torch.empty(s, dtype=E5M2, device=device) for s in ((C, V), (V, C)))
-    kernel_gradient(z_CV, targets_C, sums_C, h, factor, g_CV, g_VC)
+    losses_C = capped_loss(z_CV, targets_C, h, factor, g_CV, g_VC)
     del z_CV
-    w.product(g_VC, x8_DC, w.x_scale / factor, torch.float32, dweight_VD)
-    return losses_C[:T], w.product(g_CV, w.w_DV, w.scale / factor, x_CD.dtype)[:T]
+    product(g_VC, x8_DC, x_scale / factor, torch.float32, dweight_VD)
+    return losses_C[:T], product(g_CV, w_DV, w_scale / factor, x_CD.dtype)[:T]
 
 @cache
 def compiled(function, on: bool):
@@ -859,8 +783,8 @@ def head_loss_op(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, vocab: int,
     x_TD, h = x_TD.contiguous(), Head(vocab, cap, slope, chunk, compile, kind)
     if kind in FP8_HEADS:
         step, scale = fp8_chunk, fp8_scale(weight_VD)
-        weight = Fp8(*quantise(weight_VD, scale, up_to(len(weight_VD), 128)), scale,
-                     fp8_scale(x_TD), FP8_HEADS[kind])
+        weight = (*quantise(weight_VD, scale, up_to(len(weight_VD), 128)), scale,
+                  fp8_scale(x_TD), FP8_HEADS[kind])
     else:
         step = bf16_chunk if kind == "bf16" else compiled(reference_chunk, compile)
         weight = weight_VD.to(x_TD.dtype)
@@ -872,26 +796,21 @@ def head_loss_op(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, vocab: int,
         total += losses.sum()
     return total, dx_TD, dweight_VD
 
-@head_loss_op.register_fake
-def _(x_TD, weight_VD, *rest):
-    total = x_TD.new_empty((), dtype=torch.float32)
-    return total, torch.empty_like(x_TD), torch.empty_like(weight_VD)
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(output[1], output[2])
+head_loss_op.register_fake(lambda x_TD, weight_VD, *rest: (
+    x_TD.new_empty((), dtype=torch.float32), torch.empty_like(x_TD), torch.empty_like(weight_VD)))
 
 def _backward(ctx, d_loss, d_dx, d_dweight):
     dx_TD, dweight_VD = ctx.saved_tensors
     return dx_TD * d_loss.to(dx_TD.dtype), dweight_VD * d_loss, *[None] * 7
 
-head_loss_op.register_autograd(_backward, setup_context=_save)
+head_loss_op.register_autograd(_backward, setup_context=lambda ctx, inputs, output:
+                               ctx.save_for_backward(*output[1:]))
 
 def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, h: Head) -> Tensor:
     """Sum of the losses of T tokens, fp32 [], with gradients for x (its dtype) and weight (fp32).
 
     loss = sum_t logsumexp(z_t) - z_t[target_t] with z = cap * sigmoid(W x / slope) over the real
-    vocabulary. Targets of -1 count nothing. At most `chunk` rows of logits exist at once.
-    """
+    vocabulary. Targets of -1 count nothing. At most `chunk` rows of logits exist at once."""
     return head_loss_op(x_TD, weight_VD, targets_T, *h)[0]
 
 def token_losses(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, h: Head) -> Tensor:
@@ -900,7 +819,7 @@ def token_losses(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, h: Head) ->
     def losses(x_CD: Tensor, targets_C: Tensor) -> Tensor:
         if h.kind == "reference":
             return compiled(chunk_losses, h.compile)(x_CD, weight, targets_C, h)
-        return kernel_losses(x_CD @ weight.T, targets_C, h)[0]
+        return capped_loss(x_CD @ weight.T, targets_C, h)
 
     weight = weight_VD.to(x_TD.dtype)
     return torch.cat([losses(*pair) for pair in zip(x_TD.split(h.chunk), targets_T.split(h.chunk))])
@@ -915,10 +834,8 @@ def head_bytes(tokens: int, V: int, D: int, h: Head) -> int:
     return both + 2 * C * V + max(bf16, 2 * C * D)
 
 # -- 5 GPT -----------------------------------------------------------------------------------------
-
 class Block(NamedTuple):
     """Facts of one block. Numbers index the model's banks; None: the block has no such part."""
-
     attention: int | None
     long: bool                               # long or short window
     table: int | None                        # of value embeddings
@@ -941,8 +858,7 @@ class GPT(nn.Module):
     """The modernised GPT of [1]: packed documents in, activations for the head out.
 
     Matrices of equal shape live in one bank, one batch for the optimizer. Parameters are fp32 and
-    cast where they are used to the dtype of the activations.
-    """
+    cast where they are used to the dtype of the activations."""
 
     def __init__(self, s: Settings, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -1055,30 +971,26 @@ POLAR_EXPRESS = (                            # (a, b, c) of 5 iterations, safety
 
 @torch.library.custom_op("speedrun::symmetric", mutates_args=())
 def symmetric_op(x_BMK: Tensor, add_BMM: Tensor | None, b: float, c: float) -> Tensor:
-    (B, M, K), x_BMK, BM, BK = x_BMK.shape, x_BMK.contiguous(), 128, 64
+    (B, M, K), BM, BK = x_BMK.shape, 128, math.gcd(x_BMK.size(2), 64)
     out_BMM, grid = x_BMK.new_empty(B, M, M), (triton.cdiv(M, BM) ** 2, B)
     product_kernel[grid](x_BMK, x_BMK, add_BMM, out_BMM, None, c, b, M, M, K, MIRROR=True,
-                         PROMOTE=False, EVEN=K % BK == 0, BM=BM, BN=BM, BK=BK, num_warps=8,
-                         num_stages=3)
+                         PROMOTE=False, BM=BM, BN=BM, BK=BK, num_warps=8, num_stages=3)
     return out_BMM
 
-@symmetric_op.register_fake
-def _(x_BMK, add_BMM, b, c):
-    return x_BMK.new_empty(*x_BMK.shape[:2], x_BMK.size(1))
+symmetric_op.register_fake(lambda x_BMK, *rest: x_BMK.new_empty(*x_BMK.shape[:2], x_BMK.size(1)))
 
 def symmetric(x_BMK: Tensor, add_BMM: Tensor | None = None, b: float = 1.0,
               c: float = 1.0) -> Tensor:
-    """c X X^T (+ b add, itself symmetric) of a bank. A kernel halves the work on CUDA, in bf16."""
+    """c X X^T + b add, itself symmetric, for each of a bank. On CUDA half of it is computed."""
     if x_BMK.is_cuda and x_BMK.dtype == torch.bfloat16 and x_BMK.size(1) >= 128:
-        return symmetric_op(x_BMK, add_BMM, b, c)
-    y_BMM = x_BMK @ x_BMK.mT
-    return y_BMM if add_BMM is None else b * add_BMM + c * y_BMM
+        return symmetric_op(x_BMK.contiguous(), add_BMM, b, c)
+    y_BMM = c * (x_BMK @ x_BMK.mT)
+    return y_BMM if add_BMM is None else b * add_BMM + y_BMM
 
 def polar_express(g_BMN: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """U V^T of each U S V^T of a bank, nearly: singular values close to 1. In `dtype`. [3]
 
-    X <- X / (1.02 |X|_F); 5 times X <- a X + (b A + c A^2) X with A = X X^T, on the wide side.
-    """
+    X <- X / (1.02 |X|_F); 5 times X <- a X + (b A + c A^2) X with A = X X^T, on the wide side."""
     tall = g_BMN.size(-2) > g_BMN.size(-1)
     x = g_BMN.mT if tall else g_BMN
     # beside the gradient of a mean: 1e-6 beside that of a sum over 49,152 tokens, as in [1]
@@ -1105,7 +1017,6 @@ def adam_update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: Tensor, betas: t
 
 class Group(NamedTuple):
     """How a parameter is trained."""
-
     kind: Literal["muon", "adam"]
     lr: float                                # before the schedule
     betas: tuple = ()
@@ -1131,7 +1042,6 @@ def parameter_groups(model: GPT, s: Settings) -> dict[str, Group]:
 
 class Optimizer:
     """Groups and their state. Rates are tensors, so that compiled updates meet no new constant."""
-
     def __init__(self, model: GPT, s: Settings, compile: bool):
         self.groups = parameter_groups(model, s)
         self.parameters = {n: p for n, p in model.named_parameters() if p.numel()}
@@ -1154,7 +1064,6 @@ class Optimizer:
             p.grad = None
 
 # -- 7 Schedules -----------------------------------------------------------------------------------
-
 def total_steps(s: Settings) -> int:
     return s.steps + s.extra_steps
 
@@ -1179,7 +1088,6 @@ def momentum(step: int, s: Settings) -> float:
 
 class Stage(NamedTuple):
     """A stretch of the schedule with constant windows."""
-
     first_step: int
     short: int                               # tokens that a query looks back, beside itself
     long: int
@@ -1225,27 +1133,64 @@ def look_back(s: Settings) -> int:
     blocks = [b for b in block_table(s) if b.attention is not None]
     return 1 + max(sum(g.long if b.long else g.short for b in blocks) for g in stages(s))
 
-def make_view(batch: Batch, stage: Stage, longest: int) -> View:
+def make_view(batch: Batch, stage: Stage, longest: int, blocked: bool = True) -> View:
     """Rotary tables and windows of a batch, on its device; masks for the reference attention."""
     device = batch.inputs_T.device
     freqs_R = torch.tensor(stage.freqs_R, dtype=torch.float32, device=device)
     angle_T1R = batch.positions_T[:, None, None] * F.pad(freqs_R, (0, len(freqs_R)))
     windows = (stage.short, stage.long)
-    if device.type != "cuda":
+    if blocked:
         windows = [block_mask(batch.positions_T, *pair) for pair in zip(windows, stage.spans)]
     scale = torch.tensor(stage.scale, dtype=torch.float32, device=device)
     return View(angle_T1R.cos(), angle_T1R.sin(), scale, *windows, longest)
 
 # -- 8 Machine -------------------------------------------------------------------------------------
+# What a device can do stands in two tables, matched exactly. What is fast on it, nobody can say
+# beforehand: the warm-up tries, and the log says what was tried and chosen.
+
+class Card(NamedTuple):
+    """A GPU by NVIDIA's data sheet, or its architecture's paper where the sheet gives no peak."""
+    capability: tuple
+    memory: int                              # GiB
+    tflops: float                            # dense bf16, fp32 sums; FP8 has twice that
+    bandwidth: int                           # GB/s
+    processors: int                          # streaming multiprocessors
+
+CARDS = {
+    "RTX 3060": Card((8, 6), 12, 25.5, 360, 28), "RTX 4060": Card((8, 9), 8, 30.2, 272, 24),
+    "RTX 4070": Card((8, 9), 12, 58.3, 504, 46), "RTX 3090": Card((8, 6), 24, 71.2, 936, 82),
+    "RTX 4090": Card((8, 9), 24, 165.2, 1008, 128), "RTX 5090": Card((12, 0), 32, 209.5, 1792, 170),
+    "A100": Card((8, 0), 80, 312, 2039, 108), "A100 PCIe": Card((8, 0), 80, 312, 1935, 108),
+    "H100 PCIe": Card((9, 0), 80, 756, 2039, 114), "H100": Card((9, 0), 80, 989, 3350, 132),
+    "H200": Card((9, 0), 141, 989, 4800, 132)}
+
+# capability -> shared memory of a block in bytes (CUDA programming guide), FP8 products, and the
+# FlashAttention versions that torch may offer beside its own
+CAPABILITIES = {
+    (8, 0): (166912, False, ()), (8, 6): (101376, False, ()), (8, 9): (101376, True, ()),
+    (9, 0): (232448, True, ("FA3", "FA4")), (10, 0): (232448, True, ("FA4",)),
+    (10, 3): (232448, True, ("FA4",)), (12, 0): (101376, True, ()), (12, 1): (101376, True, ())}
+
+def card_of(name: str) -> Card | None:
+    """The card of a device's name, as drivers write it; None: it runs, but its peak is unknown."""
+    name = re.sub(r"^(Pretended )?(NVIDIA )?(GeForce )?|[ -](SXM\d?|\d+GB|HBM\de?)\b", "", name)
+    return CARDS.get(name)
+
+def runs_on(architectures: list[str], capability: tuple) -> bool:
+    """CUDA's rule: binaries of the same major and no later minor version, or PTX of any earlier."""
+    built = [(a, divmod(int(re.search(r"\d+", a)[0]), 10)) for a in architectures]
+    return any(version <= capability and (version[0] == capability[0] or "compute" in name)
+               for name, version in built)
 
 class Machine(NamedTuple):
     """Where a run happens and what was chosen for it; none of it changes what is computed."""
-
     device: torch.device
     dtype: torch.dtype                       # of activations
     compile: bool
+    attention: str                           # varlen_attn, FA3, FA4, blocked; auto: to be tried
     head: Head
     share: tuple                             # units per micro-batch, rank, processes
+    recompute: str                           # off, light, blocks
     val_piece: int                           # tokens
     notes: tuple                             # lines for the log: what could not be had, and why
 
@@ -1256,68 +1201,80 @@ def choose_device(s: Settings) -> torch.device:
     if s.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        raise UserError(f"{torch.cuda.get_device_name(device)}: capability {major}.{minor}, "
-                        "expected 8.0 or higher for bf16 and Triton; --device=cpu --track=tiny "
-                        "runs anywhere")
+    capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    who = f"{torch.cuda.get_device_name(device)}: capability {capability[0]}.{capability[1]}"
+    if capability < (8, 0):
+        raise UserError(f"{who}, expected 8.0 or higher for bf16 and Triton; --device=cpu "
+                        "--track=tiny runs anywhere")
+    if not runs_on(built, capability):
+        raise UserError(f"{who}, expected one of {', '.join(built)}, for which torch "
+                        f"{torch.__version__} was built; install a build for this card")
     return device
 
 def choose_compile(s: Settings, device: torch.device) -> tuple[bool, tuple]:
-    """Whether to compile, and a note where not."""
-    compiler = os.environ.get("CXX") or "g++"
+    """Whether to compile, and notes where not."""
+    compiler, cuda = os.environ.get("CXX") or "g++", device.type == "cuda"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    bad = torch.__version__.startswith("2.10.") and cuda and (
+        torch.cuda.get_device_capability(device) in ((8, 0), (8, 6)))
+    lacks = [lack for lack, found in {
+        "on a CPU the full size is for checking": not cuda and s.track == "fineweb",
+        f"no C++ compiler {compiler}; apt install g++": shutil.which(compiler) is None,
+        "no Triton; pip install triton (on Windows: use WSL2)": cuda and triton is None,
+        f"no {header}; apt install python3-dev": cuda and not header.exists(),
+        "torch 2.10 compiles to NaN here; install the pinned version": bad}.items() if found]
     if s.compile != "auto":
         return s.compile == "on", ()
-    if device.type == "cpu" and s.track == "fineweb":
-        return False, ("not compiled: on a CPU the full size is for checking, not for training",)
-    if shutil.which(compiler) is None:
-        return False, (f"not compiled, so slower: no C++ compiler {compiler}; apt install g++",)
-    return True, ()
+    return not lacks, tuple(f"not compiled, so slower: {lack}" for lack in lacks)
+
+def has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and CAPABILITIES.get(
+        torch.cuda.get_device_capability(device), (0, False))[1]
 
 def choose_head(s: Settings, device: torch.device) -> str:
     """The head that was asked for, if it can be had; "auto": to be tried. A CPU: the reference."""
     if s.head in FP8_HEADS and not has_fp8(device):
-        raise UserError(f"--head={s.head}: FP8 needs a GPU of capability 8.9 or higher, which "
-                        f"{device} is not; --head=auto chooses")
-    cpu = device.type == "cpu" or triton is None
-    return "reference" if s.head == "auto" and cpu else s.head
+        raise UserError(f"--head={s.head}: FP8 needs a GPU of capability 8.9 or higher, found "
+                        f"{device}; --head=auto chooses")
+    return "reference" if s.head == "auto" and (device.type == "cpu" or not triton) else s.head
 
-def has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+# What activations take, bytes for each token, block and unit of width: kept for backward, and most
+# at any moment of it. Compiled, measured with a caching allocator at FINEWEB's sizes.
+ACTIVATIONS = {"off": (41.6, 41.6), "light": (23.4, 30.3), "blocks": (7.6, 17.3)}
 
-def fastest(trials: dict[str, Callable], differs: Callable,
-            wait: Callable) -> tuple[str, list[str]]:
-    """Name of the fastest right trial, and a line for each. The first is the reference.
+def memory_plan(s: Settings, head: Head, units: int, recompute: str, piece: int) -> dict[str, int]:
+    """Bytes on a CUDA device by purpose, at the worst moment of a run, before anything is there."""
+    with torch.device("meta"):
+        model = GPT(s)
+    sizes, groups = {n: p.numel() for n, p in model.named_parameters()}, parameter_groups(model, s)
+    states = sum(n * (1 + (groups[name].kind == "adam")) for name, n in sizes.items())
+    tokens, V, wide = units * s.unit_tokens, len(model.head), s.layers * s.width
+    logits = head_bytes(tokens, V, s.width, head) - 4 * sizes["head"]  # dW is a gradient below
+    kept, most = (int(tokens * wide * each) for each in ACTIVATIONS[recompute])
+    train = max(kept + logits, most)
+    val = int(4.2 * piece * wide) + 2 * min(head.chunk, piece) * V + 2 * sizes["head"]  # forward
+    weights = 4 * sum(sizes.values())
+    return dict(parameters=weights, optimizer=4 * states, gradients=weights, head=logits,
+                weights_bf16=2 * (sizes["attention_bank"] + sizes["mlp_bank"]),
+                activations=max(train, val) - logits)
 
-    A trial that raises, or for which `differs(name, result, reference)` is a text, is out: that a
-    thing runs, and runs fast, on a device is known when it was seen there.
-    """
-    lines, best, reference = [], (math.inf, ""), None
-    for name, trial in trials.items():
-        try:
-            result, times = trial(), []
-            reference = result if reference is None else reference
-            fault = differs(name, result, reference)
-            for _ in range(3):
-                wait()
-                began = time.perf_counter()
-                trial()
-                wait()
-                times.append(1000 * (time.perf_counter() - began))
-        except Exception as error:           # compilers, drivers, memory: they have no common base
-            fault = f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
-        lines.append(f"{name}: out: {fault}" if fault else f"{name}: {sorted(times)[1]:.2f} ms")
-        if not fault:
-            best = min(best, (sorted(times)[1], name))
-    return best[1], lines
-
-def largest_divisor(n: int, bound: int) -> int:
-    """The largest divisor of n up to `bound`.
-
-    >>> largest_divisor(24, 7)
-    6
-    """
-    return max(d for d in range(1, max(1, min(n, bound)) + 1) if n % d == 0)
+def fit_memory(s: Settings, m: Machine, room: int) -> Machine:
+    """`m` with the least recomputation, then the most units a micro-batch, that fit in `room`
+    bytes. A micro-batch of more than 49,152 tokens, which fill any card, gains nothing."""
+    units, bound = s.tokens_per_step // s.unit_tokens // m.share[2], max(1, 49152 // s.unit_tokens)
+    ks = [s.micro_batch] if s.micro_batch else range(min(units, bound), 0, -1)
+    for level in ACTIVATIONS if s.recompute == "auto" else [s.recompute]:
+        for k in (k for k in ks if units % k == 0 and (m.compile or level != "light")):
+            plan = memory_plan(s, m.head, k, level, m.val_piece)
+            needed = sum(plan.values())
+            if needed <= room:
+                note = ", ".join(f"{name} {size >> 20:,}" for name, size in plan.items())
+                return m._replace(share=(k, *m.share[1:]), recompute=level, notes=(
+                    *m.notes, f"memory plan, MiB: {note}; in all {needed >> 20:,} of "
+                    f"{room >> 20:,} with {k} units a micro-batch, recompute {level}"))
+    raise UserError(f"GPU memory: even {k} units with recompute {level} need {needed >> 20:,} MiB, "
+                    f"{room >> 20:,} are there; close what else uses the GPU, or try "
+                    "--micro_batch=1 --recompute=blocks --head_chunk=1024")
 
 def choose_machine(s: Settings) -> Machine:
     """Device, precision, processes and sizes, from the settings and what is there."""
@@ -1325,45 +1282,81 @@ def choose_machine(s: Settings) -> Machine:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if units % world:
         raise UserError(f"--nproc_per_node={world}: expected a divisor of the {units} units a step")
-    cuda = device.type == "cuda"
+    cuda, (compile, notes) = device.type == "cuda", choose_compile(s, device)
     bf16 = s.precision == "bf16" or (
         s.precision == "auto" and (cuda or torch.cpu._is_amx_tile_supported()))
-    memory = torch.cuda.get_device_properties(device).total_memory / 2 ** 30 if cuda else 0
-    # CUDA: [1] has 3 units; 8 GiB of state and head, 6 a unit. CPU: small, for its caches
-    k = s.micro_batch or (min(3, int((memory - 8) / 6)) if cuda else 4096 // s.unit_tokens)
     room = s.val_piece or min(s.val_sequence, max(65536 if cuda else 16384, 2 * look_back(s)))
-    compile, notes = choose_compile(s, device)
-    # CUDA: as many tokens as give dx two tiles on each multiprocessor
     sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
-    chunk = s.head_chunk or (128 * max(1, 256 * sms // s.width) if cuda else 2048)
-    return Machine(device, torch.bfloat16 if bf16 else torch.float32, compile,
-                   Head(s.vocab_size, s.logit_cap, s.logit_slope, chunk, compile,
-                        choose_head(s, device)),
-                   (largest_divisor(units // world, k), rank, world), up_to(room, BLOCK), notes)
+    chunk = s.head_chunk or (128 * max(1, 256 * sms // s.width) if cuda else 2048)  # dx: 2 tiles
+    head = Head(s.vocab_size, s.logit_cap, s.logit_slope, chunk, compile, choose_head(s, device))
+    bound = min(units // world, s.micro_batch or max(1, 4096 // s.unit_tokens))  # for CPU caches
+    k = max(d for d in range(1, bound + 1) if units // world % d == 0)
+    m = Machine(device, torch.bfloat16 if bf16 else torch.float32, compile,
+                s.attention if cuda else "blocked", head, (k, rank, world), "off",
+                up_to(room, BLOCK), notes)
+    return fit_memory(s, m, torch.cuda.mem_get_info(device)[0]) if cuda else m
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+
+def fastest(what: str, trials: dict[str, Callable], bounds: dict[str, float],
+            device: torch.device, lines: list[str]) -> str:
+    """Name of the fastest right trial; `lines` gets one for each. A trial returns tensors, none of
+    which may differ from the first one's by more than the bound, relative and by norm. What raises
+    is out: that a thing runs on a device is known when it was seen there."""
+    best, reference, cuda = (math.inf, ""), None, device.type == "cuda"
+    wait = partial(torch.cuda.synchronize, device) if cuda else lambda: None
+    for name, trial in trials.items():
+        try:
+            found, times = trial(), []
+            reference = reference or found
+            errors = [((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)).item()
+                      for a, b in zip(found, reference)]
+            right = all(error <= bounds[name] for error in errors)  # false for what is not finite
+            fault = "" if right else "off by " + ", ".join(f"{error:.2g}" for error in errors)
+            for _ in range(3):
+                wait()
+                began = time.perf_counter()
+                trial()
+                wait()
+                times.append(1000 * (time.perf_counter() - began))
+            best = best if fault else min(best, (sorted(times)[1], name))
+        except Exception as error:           # compilers, drivers, memory: they have no common base
+            fault = first_line(error)
+        lines.append(f"{what} {name}: {'out: ' + fault if fault else f'{sorted(times)[1]:.2f} ms'}")
+    if not best[1]:
+        raise UserError(f"no {what} runs right here: {'; '.join(lines)}")
+    lines.append(f"{what}: {best[1]}")
+    return best[1]
+
+def flops_per_token(s: Settings, positions_T: Tensor, stage: Stage) -> float:
+    """FLOPs of training on a token: 6 for each parameter of a matrix product, 12 D for each key
+    that a query sees, on average over these positions in their documents."""
+    matrices = sum(b.attention is not None for b in block_table(s)) * 4 * s.width ** 2
+    matrices += s.layers * 2 * s.width * s.mlp_width + padded_vocab(s) * s.width
+    keys = sum((positions_T.clamp(max=stage.long if b.long else stage.short) + 1).double().mean()
+               for b in block_table(s) if b.attention is not None)
+    return 6 * matrices + 12 * s.width * float(keys)
 
 def cores() -> int:
-    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 def environment(machine: Machine) -> dict:
     """What a stranger needs to judge a timing."""
-    try:
-        cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())[1]
-    except (OSError, TypeError):
-        cpu = platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")             # not everywhere
+    cpu = re.search(r"model name\s*:\s*(.+)", path.read_text() if path.exists() else "")
     cuda, device = machine.device.type == "cuda", machine.device
     return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                 triton=triton and triton.__version__, cuda=torch.version.cuda,
                 device=torch.cuda.get_device_name(device) if cuda else "cpu",
                 capability=list(torch.cuda.get_device_capability(device)) if cuda else None,
-                cpu=cpu, cores=cores(), threads=torch.get_num_threads(),
-                processes=machine.share[2], os=platform.platform(terse=True))
+                cpu=cpu[1] if cpu else platform.machine(), cores=cores(),
+                threads=torch.get_num_threads(), processes=machine.share[2],
+                os=platform.platform(terse=True))
 
 # -- 9 Log and clock -------------------------------------------------------------------------------
-
 class Clock:
     """Timed training, between `start` and `stop`; at both the device has finished its work."""
-
     def __init__(self, device: torch.device):
         self.device, self.total, self.began = device, 0.0, None
 
@@ -1385,7 +1378,6 @@ class Clock:
 
 class Log:
     """A record's two files and the screen; rank 0 alone writes, line by line."""
-
     def __init__(self, folder: Path, name: str, writes: bool):
         self.writes, self.terminal = writes, writes and sys.stdout.isatty()
         self.files = [open(folder / f"{name}.{kind}", "x", buffering=1, encoding="utf-8")
@@ -1424,18 +1416,6 @@ def write_whole(path: Path, write) -> None:
     finally:
         temporary.unlink(missing_ok=True)
 
-def read_checkpoint(path: Path) -> dict:
-    """What `Run.checkpoint` wrote, on the CPU, mapped from the file: tensors and plain values."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    except Exception:                        # what torch raises here differs by kind of damage
-        content = None
-    if not isinstance(content, dict) or not {"settings", "step", "state"} <= set(content):
-        raise UserError(f"{path}: not a checkpoint of train_gpt.py, or a damaged one")
-    return content
-
 def keep_program(folder: Path) -> tuple[str, str]:
     """Copy this file into the record folder once, named by its hash; its name there and sha256."""
     source = Path(__file__).read_bytes()
@@ -1446,17 +1426,15 @@ def keep_program(folder: Path) -> tuple[str, str]:
     return name, sha256
 
 # -- 10 Run ----------------------------------------------------------------------------------------
-
 class NonFinite(Exception):
     """A loss that is no number: the run stops."""
 
 class Late:
     """A loss on its way from the device, read a step later: the device never waits for us."""
-
     def __init__(self, loss: Tensor):
-        self.host = loss.detach().to("cpu", non_blocking=True)
-        self.ready = torch.cuda.Event() if loss.is_cuda else None
-        if self.ready:
+        self.host, self.ready = loss.to("cpu", non_blocking=True), None
+        if loss.is_cuda:
+            self.ready = torch.cuda.Event()
             self.ready.record()
 
     def value(self) -> float:
@@ -1466,19 +1444,17 @@ class Late:
 
 class Run:
     """Model, optimizer and data of one run, and the steps that tie them together."""
-
     def __init__(self, s: Settings, machine: Machine):
-        own = dict(fineweb="fineweb10B", tiny="tiny")[s.track]
-        data, self.stages = Path(__file__).parent / "data", stages(s)
-        folder = Path(s.data_dir) if s.data_dir else data / own
-        self.s, self.machine, self.tried = s, machine, []  # lines on what was tried, for the log
+        own = Path(__file__).parent / "data" / dict(fineweb="fineweb10B", tiny="tiny")[s.track]
+        folder = Path(s.data_dir) if s.data_dir else own
+        self.s, self.stages, self.tried = s, stages(s), []  # lines on what was tried, for the log
         self.train_data = TrainData(s, folder)
         self.val_data = ValData(s, folder, machine.val_piece, look_back(s))
-        self.val_bytes = self.val_data.bytes(data / "gpt2.tiktoken")
         self.model = GPT(s, machine.dtype)
         self.model.init_weights(torch.Generator().manual_seed(s.seed))
         self.model.to(machine.device)
         self.optimizer = Optimizer(self.model, s, machine.compile)
+        self.use(machine)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that training changes, by name."""
@@ -1491,7 +1467,7 @@ class Run:
         """Add a micro-batch's share of the gradient of the step's mean loss; its summed loss."""
         m = self.machine
         batch = Batch(*(t.to(m.device, non_blocking=True) for t in batch))
-        view = make_view(batch, stage, self.s.doc_cap)
+        view = make_view(batch, stage, self.s.doc_cap, m.attention == "blocked")
         loss = compiled(GPT.loss, m.compile)(self.model, batch, view, m.head)
         loss.backward(torch.tensor(1 / self.s.tokens_per_step, device=m.device))
         return loss.detach()
@@ -1512,55 +1488,111 @@ class Run:
         """Losses of one group of validation pieces, fp32 [val_piece]; 0 where none counts."""
         m = self.machine
         batch = Batch(*(t.to(m.device) for t in self.val_data.batch(group)))
-        view = make_view(batch, stage, m.val_piece)
+        view = make_view(batch, stage, m.val_piece, m.attention == "blocked")
         x_TD = compiled(GPT.forward, m.compile)(self.model, batch, view)
         return token_losses(x_TD, self.model.head, batch.targets_T, m.head)
 
     def validate(self, step: int) -> float:
         """Mean loss over the pinned validation set, summed in fp64."""
         stage, (_, rank, world) = stage_at(step, self.stages), self.machine.share
-        total = torch.zeros((), dtype=torch.float64, device=self.machine.device)
-        for group in range(rank, len(self.val_data.groups), world):
-            total += self.val_losses(group, stage).double().sum()
+        while True:
+            total = torch.zeros((), dtype=torch.float64, device=self.machine.device)
+            try:
+                for group in range(rank, len(self.val_data.groups), world):
+                    total += self.val_losses(group, stage).double().sum()
+                break
+            except torch.OutOfMemoryError:
+                m, piece = self.machine, up_to(self.machine.val_piece // 2, BLOCK)
+                if piece <= look_back(self.s):
+                    raise
+            torch.cuda.empty_cache()         # here nothing holds the tensors of the attempt
+            self.val_data.cut(piece)
+            head = m.head._replace(chunk=max(128, m.head.chunk // 2))
+            self.use(m._replace(val_piece=piece, head=head))
         if world > 1:
             dist.all_reduce(total)
         return total.item() / self.s.val_tokens
 
-    @torch.no_grad()
-    def try_heads(self) -> None:
-        """Keep the fastest head that is right on real activations, at the real size."""
+    def use(self, machine: Machine) -> None:
+        """Take `machine` for all that follows."""
+        self.machine, self.model.recompute = machine, machine.recompute == "blocks"
+        self.optimizer.compile = machine.compile
+        light = machine.recompute == "light"  # what costs little: mostly the MLP's activations
+        torch._functorch.config.activation_memory_budget = 0.7 if light else 1.0
+        if machine.attention in ("FA3", "FA4"):
+            torch.nn.attention.activate_flash_attention_impl(machine.attention)
+        elif machine.device.type == "cuda":
+            torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+
+    def try_attention(self, batch: Batch) -> None:
+        """Every implementation forward and backward on random q, k, v, against the reference."""
         m, s = self.machine, self.s
-        batch = self.train_data.micro_batch(list(range(m.share[0])))
-        batch = Batch(*(t.to(m.device) for t in batch))
-        x_TD = self.model(batch, make_view(batch, self.stages[0], s.doc_cap))
+        shape = 3, len(batch.inputs_T), s.width // s.head_dim, s.head_dim
+        qkv = torch.randn(shape, device=m.device, dtype=m.dtype).unbind(0)
+        q, k, v = (x.requires_grad_() for x in qkv)
+
+        def trial(kind: str) -> tuple:
+            self.use(m._replace(attention=kind))
+            visible = make_view(batch, self.stages[0], s.doc_cap, kind == "blocked").long
+            y = compiled(attend, m.compile)(q, k, v, visible, batch.cu_seqlens, s.doc_cap)
+            return y, *torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+
+        more = CAPABILITIES.get(torch.cuda.get_device_capability(m.device), (0, 0, ()))[2]
+        kinds = "blocked", "varlen_attn", *more
+        name = fastest("attention", {kind: partial(trial, kind) for kind in kinds},
+                       dict.fromkeys(kinds, 0.03), m.device, self.tried)
+        self.use(m._replace(attention=name))
+
+    @torch.no_grad()
+    def try_heads(self, batch: Batch) -> None:
+        """Every kind of head forward and backward on real activations and random weights."""
+        m, blocked = self.machine, self.machine.attention == "blocked"
+        x_TD = self.model(batch, make_view(batch, self.stages[0], self.s.doc_cap, blocked))
         weight_VD = 0.1 * torch.randn_like(self.model.head)  # the model's own is zero at first
         heads = {"reference": m.head._replace(kind="reference", chunk=1024, compile=False)}
         for kind in ("bf16", *(FP8_HEADS if has_fp8(m.device) else ())):
             heads[kind] = m.head._replace(kind=kind)
-
-        def differs(kind: str, found: tuple, expected: tuple) -> str:
-            bound = 0.1 if kind in FP8_HEADS else 0.02
-            errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected)]
-            right = errors[0] < 0.01 and max(errors) < bound  # false for what is not finite, too
-            return "" if right else "loss, dx, dW are off by {:.2g}, {:.2g}, {:.2g}".format(*errors)
-
         trials = {kind: partial(head_loss_op, x_TD, weight_VD, batch.targets_T, *head)
                   for kind, head in heads.items()}
-        name, lines = fastest(trials, differs, lambda: torch.cuda.synchronize(m.device))
-        self.machine = m._replace(head=heads[name])
-        self.tried += [f"head {line}" for line in lines]
+        bounds = {kind: 0.1 if kind in FP8_HEADS else 0.02 for kind in heads}
+        self.use(m._replace(head=heads[fastest("head", trials, bounds, m.device, self.tried)]))
+
+    def meet_graphs(self) -> bool:
+        """Try what is to be tried, meet every graph; False: again, smaller or not compiled."""
+        m, s = self.machine, self.s
+        try:
+            batch = self.train_data.micro_batch(list(range(m.share[0])))
+            there = Batch(*(t.to(m.device) for t in batch))
+            if m.attention == "auto":
+                self.try_attention(there)
+            if m.head.kind == "auto":
+                self.try_heads(there)
+            del there
+            for stage in self.stages[:-1]:
+                self.step(stage.first_step, [lambda: batch] * 2)
+            for stage in self.stages:
+                self.val_losses(0, stage)
+            return True
+        except torch.OutOfMemoryError:
+            now = sum(memory_plan(s, m.head, m.share[0], m.recompute, m.val_piece).values())
+            smaller = fit_memory(s, self.machine, now - 1)
+            why = f"out of memory, so {smaller.notes[-1]}"
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if s.compile == "on" or not m.compile:
+                raise
+            smaller = choose_machine(replace(s, compile="off"))
+            why = f"not compiled, so slower: {first_line(error)}; ./run.sh doctor names remedies"
+        self.tried.append(why)
+        self.use(smaller)
+        self.model.zero_grad()
+        return False
 
     def warm_up(self) -> None:
         """Meet every graph of the schedule on throw-away state, then restore it bit for bit."""
-        if self.machine.head.kind == "auto":
-            self.try_heads()
         before = {n: t.to("cpu", copy=True) for n, t in self.state().items()}
         random = torch.get_rng_state()
-        batch = self.train_data.micro_batch(list(range(self.machine.share[0])))
-        for stage in self.stages[:-1]:
-            self.step(stage.first_step, [lambda: batch] * 2)
-        for stage in self.stages:
-            self.val_losses(0, stage)
+        while not self.meet_graphs():
+            torch.cuda.empty_cache()         # here nothing holds the tensors of the attempt
         torch.set_rng_state(random)
         for name, tensor in self.state().items():
             tensor.copy_(before[name])
@@ -1578,34 +1610,37 @@ def graphs() -> int:
 def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
     """The timed part; `end` holds the facts of the end event, true at every moment."""
     s, total, known, clock = run.s, total_steps(run.s), graphs(), Clock(run.machine.device)
-    k, rank, world = run.machine.share
-    batches = s.tokens_per_step // s.unit_tokens // world // k
-    every = s.log_every or max(1, total // 40)
+    (k, rank, world), units = run.machine.share, s.tokens_per_step // s.unit_tokens
+    batches, every = units // world // k, s.log_every or max(1, total // 40)
     reader, late = Reader(run.train_data, s, run.machine), None
+    card = card_of(environment(run.machine)["device"])
+    positions_T = run.train_data.micro_batch(list(range(units))).positions_T
+    flops = [s.tokens_per_step * flops_per_token(s, positions_T, stage) for stage in run.stages]
+
+    def show(number: int, kind: str, loss: float, ms: float, screen: bool = True) -> None:
+        text = (f"step:{number}/{total} {kind}_loss:{loss:.4f} train_time:{ms:.0f}ms "
+                f"step_avg:{ms / max(1, number):.2f}ms")
+        log.line(text, screen)
+        log.progress(f"{text} {1000 * number * s.tokens_per_step / max(1.0, ms):,.0f} tokens/s")
+        if not math.isfinite(loss):
+            kind = dict(train="training", val="validation")[kind]
+            raise NonFinite(f"{kind} loss {loss} at step {number}")
 
     def report(number: int, loss: Late, ms: float, waited: float) -> None:
-        value, tokens = loss.value(), number * s.tokens_per_step
+        value, stage = loss.value(), run.stages.index(stage_at(number - 1, run.stages))
         log.event("step", dict(step=number, loss=value, lr_scale=lr_scale(number - 1, s),
                                train_time_ms=ms, wait_ms=1000 * waited))
-        end.update(step=number, train_time_ms=ms, tokens=tokens, wait_ms=1000 * reader.waited)
-        text = (f"step:{number}/{total} train_loss:{value:.4f} train_time:{ms:.0f}ms "
-                f"step_avg:{ms / number:.2f}ms")
-        log.line(text, screen=number % every == 0 and not log.terminal)
-        log.progress(f"{text} {1000 * tokens / ms:,.0f} tokens/s")
-        if not math.isfinite(value):
-            raise NonFinite(f"training loss {value} at step {number}")
+        end.update(step=number, train_time_ms=ms, tokens=number * s.tokens_per_step,
+                   wait_ms=1000 * reader.waited, flops=end["flops"] + flops[stage])
+        if card:
+            end["mfu"] = end["flops"] / (1e9 * ms * card.tflops * world)
+        show(number, "train", value, ms, number % every == 0 and not log.terminal)
 
     def validate(number: int) -> None:
         loss, ms = run.validate(number), clock.ms()
-        bits = run.val_bytes and loss * s.val_tokens / math.log(2) / run.val_bytes
-        end.update(val_loss=loss, bits_per_byte=bits)
-        log.event("val", dict(step=number, loss=loss, bits_per_byte=bits, tokens=s.val_tokens,
-                              train_time_ms=ms))
-        log.line(f"step:{number}/{total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
-                 f"step_avg:{ms / max(1, number):.2f}ms"
-                 + (f" bits_per_byte:{bits:.4f}" if bits else ""))
-        if not math.isfinite(loss):
-            raise NonFinite(f"validation loss {loss} at step {number}")
+        end.update(val_loss=loss)
+        log.event("val", dict(step=number, loss=loss, tokens=s.val_tokens, train_time_ms=ms))
+        show(number, "val", loss, ms)
 
     try:
         validate(0)
@@ -1629,39 +1664,32 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
         end.update(recompiles=graphs() - known)
 
 # -- 11 Main ---------------------------------------------------------------------------------------
-
-def start_facts(run: Run, given: dict, name: str, run_id: str, utc: str, program: tuple) -> dict:
+def start_facts(run: Run, given: dict, identity: dict) -> dict:
     """What the start event says."""
     s, m, val, ribbon = run.s, run.machine, run.val_data, run.train_data.ribbon
-    sizes = [b - a for a, b in zip(ribbon.borders, ribbon.borders[1:])]
+    sizes = np.diff(ribbon.borders).tolist()
     return dict(
-        format=1, track=s.track, name=name, id=run_id, utc=utc, program=program[0],
-        program_sha256=program[1], settings=asdict(s),
+        format=1, track=s.track, **identity, settings=asdict(s),
         recipe_overrides={n: v for n, v in given.items() if n in RECIPE_FIELDS},
         machine_overrides={n: v for n, v in given.items() if n not in RECIPE_FIELDS},
         environment=environment(m),
         run=dict(precision=str(m.dtype).removeprefix("torch."), compiled=m.compile,
-                 micro_batch_units=m.share[0], val_piece=m.val_piece,
-                 attention="varlen_attn" if m.device.type == "cuda" else "blocked reference",
+                 micro_batch_units=m.share[0], val_piece=m.val_piece, attention=m.attention,
                  steps=total_steps(s), tokens_per_step=s.tokens_per_step),
         data=dict(train=[dict(file=p.name, tokens=n) for p, n in zip(ribbon.paths, sizes)],
                   val=dict(file=val.path.name, tokens_in_file=val.ribbon.borders[-1],
-                           sha256=val.sha256, tokens=s.val_tokens, sequence=s.val_sequence,
-                           bytes=run.val_bytes)),
+                           sha256=val.sha256, tokens=s.val_tokens, sequence=s.val_sequence)),
         parameters=sum(p.numel() for p in run.model.parameters()))
 
 def announce(log: Log, notes: tuple, facts: dict) -> None:
     """The head of the text log: what runs, where, and what was changed."""
-    e, r, s = facts["environment"], facts["run"], facts["settings"]
-    log.line(f"track {facts['track']}: {facts['parameters']:,} parameters, {r['steps']:,} steps of "
-             f"{r['tokens_per_step']:,} tokens, target {s['target_loss']}, seed {s['seed']}")
-    log.line(f"machine: {e['cpu'] if e['device'] == 'cpu' else e['device']}, {e['threads']} "
-             f"threads, {e['processes']} process(es), python {e['python']}, torch {e['torch']}, "
-             f"{r['precision']}, compile {'on' if r['compiled'] else 'off'}, micro-batch "
-             f"{r['micro_batch_units']} of {r['tokens_per_step'] // s['unit_tokens']} units")
-    for kind in ("recipe", "machine"):
-        for name, value in facts[f"{kind}_overrides"].items():
-            log.line(f"{kind} override: {name} = {value!r}")
+    s, steps = facts["settings"], facts["run"]["steps"]
+    log.line(f"track {facts['track']}: {facts['parameters']:,} parameters, {steps:,} steps of "
+             f"{s['tokens_per_step']:,} tokens, target {s['target_loss']}, seed {s['seed']}")
+    for name in ("environment", "run", "recipe_overrides", "machine_overrides"):
+        if facts[name]:
+            log.line(f"{name}: ".replace("_", " ")
+                     + ", ".join(f"{k} {v}" for k, v in facts[name].items()))
     if facts["recipe_overrides"]:
         log.line("a recipe override makes this run an experiment, not a record")
     for note in notes:
@@ -1674,27 +1702,30 @@ def finish(log: Log, target: float, end: dict) -> None:
     ms = end["train_time_ms"] or 1.0
     log.line(f"{end['status']}: {end['reason']}" if end["reason"] else
              f"summary: val_loss {end['val_loss']:.4f}, target {target}, trained "
-             f"{ms / 1000:.1f} s, {1000 * end['tokens'] / ms:,.0f} tokens/s, loader wait "
+             f"{ms / 1000:.1f} s, {1000 * end['tokens'] / ms:,.0f} tokens/s, MFU "
+             f"{end['mfu'] and format(end['mfu'], '.1%') or 'n/a'}, loader wait "
              f"{100 * end['wait_ms'] / ms:.2f} %, recompiles {end['recompiles']}, peak memory "
              f"{end['peak_memory_mib']:,} MiB, wall {end['wall_s']:.1f} s")
     log.close()
 
 def peak_memory_mib(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() >> 20
     import resource  # not on Windows
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return torch.cuda.max_memory_allocated() >> 20 if device.type == "cuda" else host
 
 def prepare(machine: Machine, s: Settings) -> None:
     """Choices that hold for the whole process: threads, determinism, process group."""
     _, _, world = machine.share
     if machine.device.type == "cuda":
         torch.cuda.set_device(machine.device)
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # less fragmentation
     else:
         torch.set_num_threads(s.threads or max(1, cores() // world))
         torch.use_deterministic_algorithms(True)  # compiled code sums with atomics otherwise
         torch.utils.deterministic.fill_uninitialized_memory = False
     torch._dynamo.config.recompile_limit = 64  # one compiled function serves many shapes
+    kept = Path.home() / ".cache" / "train_gpt"  # the default is below /tmp, lost at every start
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
     if world > 1:
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
 
@@ -1703,29 +1734,30 @@ def run_once(s: Settings, given: dict) -> int:
     wall, machine = time.perf_counter(), choose_machine(s)
     prepare(machine, s)
     run, now = Run(s, machine), datetime.datetime.now(datetime.timezone.utc)
-    name = s.name or dict(fineweb="FineWeb", tiny="Tiny")[s.track]
+    name, writes = s.name or dict(fineweb="FineWeb", tiny="Tiny")[s.track], machine.share[1] == 0
     parent = Path(s.records_dir) if s.records_dir else Path(__file__).parent / "records"
     folder = parent / f"{now:%Y-%m-%d}_{name}"
     run_id = f"{now:%H%M%S}_seed{s.seed}_{os.urandom(2).hex()}"
-    writes = machine.share[1] == 0
     folder.mkdir(parents=True, exist_ok=True)
-    program, log = keep_program(folder) if writes else ("", ""), Log(folder, run_id, writes)
-    facts = start_facts(run, given, name, run_id, f"{now:%Y-%m-%dT%H:%M:%SZ}", program)
+    program, sha256 = keep_program(folder) if writes else ("", "")
+    log = Log(folder, run_id, writes)
+    facts = start_facts(run, given, dict(name=name, id=run_id, utc=f"{now:%Y-%m-%dT%H:%M:%SZ}",
+                                         program=program, program_sha256=sha256))
     log.event("start", facts)
     announce(log, machine.notes, facts)
-    end = dict(status="error", reason=None, step=0, val_loss=None, bits_per_byte=None, tokens=0,
-               train_time_ms=0.0, wait_ms=0.0, recompiles=0)
+    end = dict(status="error", reason=None, step=0, val_loss=None, tokens=0, train_time_ms=0.0,
+               wait_ms=0.0, recompiles=0, flops=0.0, mfu=None)
     try:
         began, known = time.perf_counter(), graphs()
         run.warm_up()
-        for text in run.tried:
+        seconds, made, m = time.perf_counter() - began, graphs() - known, run.machine
+        log.event("warmup", dict(
+            seconds=seconds, graphs=made, restored=True, tried=run.tried, compiled=m.compile,
+            attention=m.attention, head=m.head.kind, head_chunk=m.head.chunk,
+            micro_batch_units=m.share[0], recompute=m.recompute, val_piece=m.val_piece))
+        for text in (*run.tried, f"warm-up: {seconds:.1f} s, {made} graphs compiled, state "
+                     f"restored; ready {time.perf_counter() - wall:.1f} s after the start"):
             log.line(text)
-        seconds, made = time.perf_counter() - began, graphs() - known
-        head = run.machine.head
-        log.event("warmup", dict(seconds=seconds, graphs=made, restored=True, head=head.kind,
-                                 head_chunk=head.chunk))
-        log.line(f"warm-up: {seconds:.1f} s, {made} graphs compiled, state restored; head "
-                 f"{head.kind}, {head.chunk:,} tokens at once")
         train(run, log, folder / f"{run_id}.pt" if s.checkpoint else None, end)
         end["status"] = "complete"
     except NonFinite as error:
@@ -1733,7 +1765,7 @@ def run_once(s: Settings, given: dict) -> int:
     except KeyboardInterrupt as error:
         end.update(status="interrupted", reason=str(error) or "SIGINT")
     except BaseException as error:
-        end.update(reason=f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}")
+        end.update(reason=first_line(error))
         raise
     finally:
         end.update(wall_s=time.perf_counter() - wall,
@@ -1743,8 +1775,8 @@ def run_once(s: Settings, given: dict) -> int:
             dist.destroy_process_group()
     if writes:
         print(f"log: {folder / run_id}.txt")
-    codes = {"complete": 0, "non-finite": 3}
-    return codes.get(end["status"], 143 if end["reason"] == "SIGTERM" else 130)
+    codes = {"complete": 0, "non-finite": 3, "interrupted": 130 + 13 * (end["reason"] == "SIGTERM")}
+    return codes[end["status"]]
 
 def interrupt(number: int, frame) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)

@@ -5,6 +5,7 @@ chooses. In a coded ribbon every token but EoS is its own position, so a batch s
 its tokens came from.
 """
 import base64
+import math
 import queue
 import random
 import re
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from train_gpt import FINEWEB, TINY, Machine, Reader, TrainData, UserError, ValData
+from train_gpt import FINEWEB, TINY, Head, Machine, Reader, TrainData, UserError, ValData
 
 ROOT = Path(__file__).resolve().parent.parent
 EOS = 60000
@@ -80,7 +81,9 @@ def settings_for(lengths, **changes):
 
 
 def machine(k=1, rank=0, world=1) -> Machine:
-    return Machine(torch.device("cpu"), torch.float32, False, (k, rank, world), 128, 256, ())
+    head = Head(300, 30.0, 7.5, 128, False, "reference")
+    return Machine(torch.device("cpu"), torch.float32, False, "blocked", head, (k, rank, world),
+                   "off", 256, ())
 
 
 def read_all(data: TrainData, s, m: Machine) -> list:
@@ -308,20 +311,20 @@ def test_the_reader_stays_within_prefetch(stream):
     s, data, _ = stream
     reader = Reader(data, replace(s, prefetch=3), machine())
     time.sleep(0.3)
-    assert reader.queue.qsize() == 3 and reader.thread.is_alive()
+    assert len(reader.ahead) == 3 and all(future.done() for future in reader.ahead)
+    reader.next()
+    assert len(reader.ahead) == 3
     within(20, reader.close)
 
 
-def test_close_stops_the_thread_even_behind_a_full_queue(stream):
+def test_close_stops_the_thread_and_drops_what_it_has_not_begun(stream, monkeypatch):
     s, data, _ = stream
-    reader = Reader(data, replace(s, prefetch=1), machine())
-    deadline = time.monotonic() + 5
-    while not reader.queue.full() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert reader.queue.full() and reader.thread.is_alive()
-    within(20, reader.close)
-    assert not reader.thread.is_alive()
-    assert "reader" not in [t.name for t in threading.enumerate()]
+    monkeypatch.setattr(TrainData, "micro_batch", lambda self, numbers: time.sleep(0.2))
+    reader = Reader(data, replace(s, prefetch=5), machine())
+    assert any(t.name.startswith("reader") for t in threading.enumerate())
+    within(1, reader.close)
+    assert not any(t.name.startswith("reader") for t in threading.enumerate())
+    assert sum(future.cancelled() for future in reader.ahead) >= 3
 
 
 def test_an_error_of_the_thread_reaches_the_main_thread(stream, monkeypatch):
@@ -383,8 +386,9 @@ def test_indexing_in_parts_finds_every_document(tmp_path, monkeypatch, size):
     monkeypatch.setattr(train_gpt, "SCAN_TOKENS", size)
     lengths = [5, 1, 1, 30, 64, 3]
     path = write_shard(tmp_path / "a.bin", coded(lengths, 3))
-    count, starts = train_gpt.index_shard(path, EOS + 1)
-    assert count == 107 and starts.tolist() == [3, 8, 9, 10, 40, 104]
+    shard = train_gpt.check_shard(path, EOS + 1)
+    assert shard[:4] == (107, 6, 4, 64)      # lengths 5 1 1 30 64 3: the stray tokens are of none
+    assert shard.starts_N.tolist() == [3, 8, 9, 10, 40, 104]
 
 
 # ---- errors: one line that names the file and the remedy, before any work ------------------------
@@ -559,22 +563,14 @@ def decode(tokens, eos) -> bytes:
 
 
 def test_bytes_of_the_tiny_validation_text():
-    val = ValData(TINY, ROOT / "data/tiny", 16384, 2000)
+    """The factor from nats per token to bits per byte that the README states."""
     tokens = np.fromfile(ROOT / "data/tiny/tiny_val_000000.bin", "<u2", offset=1024)
     text = decode(tokens[1:TINY.val_tokens + 1], TINY.vocab_size - 1)
-    assert val.bytes(ROOT / "data/gpt2.tiktoken") == len(text)
     stated = re.search(r"bytes of UTF-8 text \| [\d,]+ \| ([\d,]+)",
                        (ROOT / "data/tiny/README.md").read_text())[1]
     assert len(text) == int(stated.replace(",", ""))  # all but the last token's: an end of line
-    part = ValData(replace(TINY, val_tokens=5000, val_sequence=700), ROOT / "data/tiny", 16384, 9)
-    assert part.bytes(ROOT / "data/gpt2.tiktoken") == len(decode(tokens[1:5001], 4096))
-    assert part.bytes(ROOT / "data/no.tiktoken") is None
-
-
-def test_bytes_are_unknown_where_the_ranks_do_not_cover_the_vocabulary(tmp_path):
-    """GPT-2's 50,256 ranks say nothing about a vocabulary that is larger."""
-    val = ValData(SMALL, good(tmp_path), 256, 100)
-    assert val.bytes(ROOT / "data/gpt2.tiktoken") is None
+    factor = TINY.val_tokens / math.log(2) / len(text)
+    assert f"{factor:.4f}" in (ROOT / "README.md").read_text()
 
 
 # ---- the shards that ship, larger ones, and memory -----------------------------------------------

@@ -258,7 +258,8 @@ def test_recipe_and_machine_fields_partition_the_settings():
     assert isinstance(RECIPE_FIELDS, frozenset) and RECIPE_FIELDS < set(KINDS)
     assert machine == {
         "seed", "name", "data_dir", "records_dir", "device", "precision", "compile", "micro_batch",
-        "head", "head_chunk", "val_piece", "prefetch", "threads", "checkpoint", "log_every"}
+        "head", "attention",
+        "recompute", "head_chunk", "val_piece", "prefetch", "threads", "checkpoint", "log_every"}
     for name in machine:                     # what the machine is, no preset says
         assert getattr(TINY, name) == getattr(FINEWEB, name)
     for name in ("target_loss", "val_tokens", "val_sequence", "val_sha256", "steps", "extra_steps",

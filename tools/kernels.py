@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # tools/profile.py hides Python's own
 
 import train_gpt  # noqa: E402
 from train_gpt import FINEWEB, padded_vocab  # noqa: E402
@@ -31,7 +31,7 @@ from train_gpt import FINEWEB, padded_vocab  # noqa: E402
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 FP8_FROM = 89
 INSTRUCTION = r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\.\S+"
-NAMES = ("product_kernel", "quantise_kernel", "loss_kernel", "gradient_kernel")
+NAMES = ("product_kernel", "loss_kernel", "gradient_kernel")
 TYPES = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5", torch.bfloat16: "bf16",
          torch.float32: "fp32", torch.int64: "i64"}
 # dense FP8 and bf16 TFLOP/s, GB/s
