@@ -828,8 +828,8 @@ def head_bytes(tokens: int, V: int, D: int, h: Head) -> int:
     """Most bytes that `head_loss` holds at once for bf16 activations, its results included."""
     C, bf16 = min(h.chunk, tokens), 2 * V * D
     both = 2 * tokens * D + 2 * bf16 + bf16  # dx, dW; the weight in bf16, or in FP8 twice
-    if h.kind in FP8_HEADS:
-        temporary = 2 * bf16 if h.kind == "fp8-torch" else 0  # a chunk's dW, before it is added
+    if h.kind not in ("bf16", "reference"):  # auto may become FP8
+        temporary = 2 * bf16 if h.kind != "fp8-triton" else 0  # a chunk's dW, before it is added
         return both + 2 * C * D + 2 * C * V + max(2 * C * V, temporary)
     return both + 2 * C * V + max(bf16, 2 * C * D)
 
@@ -1164,8 +1164,7 @@ CARDS = {
     "H100 PCIe": Card((9, 0), 80, 756, 2039, 114), "H100": Card((9, 0), 80, 989, 3350, 132),
     "H200": Card((9, 0), 141, 989, 4800, 132)}
 
-# capability -> shared memory of a block in bytes (CUDA programming guide), FP8 products, and the
-# FlashAttention versions that torch may offer beside its own
+# capability -> bytes of shared memory (CUDA programming guide), FP8, FlashAttention to be tried
 CAPABILITIES = {
     (8, 0): (166912, False, ()), (8, 6): (101376, False, ()), (8, 9): (101376, True, ()),
     (9, 0): (232448, True, ("FA3", "FA4")), (10, 0): (232448, True, ("FA4",)),
@@ -1574,8 +1573,9 @@ class Run:
                 self.val_losses(0, stage)
             return True
         except torch.OutOfMemoryError:
+            m = self.machine
             now = sum(memory_plan(s, m.head, m.share[0], m.recompute, m.val_piece).values())
-            smaller = fit_memory(s, self.machine, now - 1)
+            smaller = fit_memory(s, m, now - 1)
             why = f"out of memory, so {smaller.notes[-1]}"
         except torch._dynamo.exc.TorchDynamoException as error:
             if s.compile == "on" or not m.compile:
