@@ -173,7 +173,7 @@ def floor(tokens: int = 49152, chunk: int = 8192) -> None:
     for name, size in (("fp8", 1), ("bf16", 2)):
         transposed = 2 - size                # FP8 stores what meets two products twice
         rows = [  # kernel, FLOPs, bytes
-            ("W, x to FP8 and transposed", 0, transposed * (6 * V * D + 4 * T * D)),
+            ("W, x to FP8 and transposed", 0, transposed * (15 * V * D + 13 * T * D)),
             ("z = x W^T", flops, size * (T * D + n * V * D) + 2 * T * V),
             ("losses", 0, 2 * T * V), ("g from z", 0, (2 + size + transposed) * T * V),
             ("dx = g W", flops, size * (T * V + n * V * D) + 2 * T * D),
