@@ -63,6 +63,7 @@ DATASETS = {
     "finewebedu10B": Dataset("kjj0/finewebedu10B-gpt2", "finewebedu", "", {}),
 }
 
+GPT2_VOCAB = 50257                           # ids, EoS the last
 SHARD_TOKENS = 100_000_000                   # of a full shard, 200 MB
 # Share of a shard's tokens that training reads: documents end at the cap, and the last document of
 # a unit ends with the unit. train_gpt.pack_units makes it 0.79 on 300 documents of FineWeb, 0.81
@@ -118,19 +119,25 @@ def sha256_of(path: Path, stop: threading.Event) -> str:
             digest.update(block)
     return digest.hexdigest()
 
-def examine(path: Path, name: str, size: int, sha256: str, stop: threading.Event) -> dict:
+def entry_of(path: Path, name: str, sha256: str, vocab_size: int) -> dict:
+    """The manifest's entry for the shard at `path`, whose hash is known; Problem if it is none."""
+    t = trainer()
+    try:
+        shard = t.check_shard(path, vocab_size)
+    except t.UserError as error:
+        raise Problem(error.line.replace(str(path), name)) from None
+    return {"size": path.stat().st_size, "sha256": sha256, "tokens": shard.tokens,
+            "documents": shard.documents}
+
+def examine(path: Path, name: str, size: int, sha256: str, stop: threading.Event,
+            vocab_size: int = GPT2_VOCAB) -> dict:
     """The manifest's entry for the shard at `path`; Problem if it is not the one described."""
     if (found := path.stat().st_size) != size:
         raise WrongBytes(f"{name}: expected {size:,} bytes, found {found:,}")
     if (found := sha256_of(path, stop)) != sha256:
         raise WrongBytes(f"{name}: wrong bytes: expected sha256 {sha256[:12]}.., found "
                          f"{found[:12]}..")
-    t = trainer()
-    try:
-        tokens, starts = t.index_shard(path, t.FINEWEB.vocab_size)
-    except t.UserError as error:
-        raise Problem(error.line.replace(str(path), name)) from None
-    return {"size": size, "sha256": sha256, "tokens": tokens, "documents": len(starts)}
+    return entry_of(path, name, sha256, vocab_size)
 
 class Manifest:
     """What is known of the shards in a folder. Every change is on the disk before the next."""
@@ -138,10 +145,11 @@ class Manifest:
     def __init__(self, folder: Path):
         self.path, self.lock = folder / "manifest.json", threading.Lock()
         self.repository = self.revision = ""
-        self.files = {}
+        self.vocab_size, self.files = GPT2_VOCAB, {}
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             self.repository, self.revision = str(found["repository"]), str(found["revision"])
+            self.vocab_size = int(found.get("vocab_size", GPT2_VOCAB))
             for name, entry in found["files"].items():
                 self.files[name] = {"size": int(entry["size"]), "sha256": str(entry["sha256"]),
                                     "tokens": int(entry["tokens"]),
@@ -159,6 +167,7 @@ class Manifest:
 
     def save(self) -> None:
         text = json.dumps({"format": 1, "repository": self.repository, "revision": self.revision,
+                           "vocab_size": self.vocab_size,
                            "files": dict(sorted(self.files.items()))}, indent=1)
         part = self.path.with_name("manifest.json.part")
         part.write_text(text + "\n", encoding="utf-8")
@@ -169,11 +178,14 @@ def settle(part: Path, final: Path) -> None:
     with open(part, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(part, final)
-    folder = os.open(final.parent, os.O_RDONLY)
+    sync_folder(final.parent)                # the name itself
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)                     # the name itself
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 # -- the hub ---------------------------------------------------------------------------------------
 # huggingface_hub brings addresses, token, mirror, session, listing and the meaning of errors. What
@@ -325,11 +337,11 @@ class Hub:
 class Progress:
     """Bytes, rate and time left: a bar on a terminal, else a line every few seconds."""
 
-    def __init__(self, total: int, done: int):
+    def __init__(self, total: int, done: int, what: str = "fetching"):
         self.total, self.done, self.first = total, done, done
         self.began = self.said = time.monotonic()
         self.lock = threading.Lock()
-        self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc="fetching",
+        self.bar = tqdm(total=total, initial=done, unit="B", unit_scale=True, desc=what,
                         disable=not sys.stderr.isatty())
 
     def moved(self, count: int) -> None:
@@ -574,7 +586,8 @@ def verify(job: Job) -> int:
         if entry is None:
             raise Problem(f"{name}: not in manifest.json, so its hash is not known; fetching it "
                           "with this program compares it with the hub's")
-        found = examine(job.folder / name, name, entry["size"], entry["sha256"], job.stop)
+        found = examine(job.folder / name, name, entry["size"], entry["sha256"], job.stop,
+                        manifest.vocab_size)
         if found != entry:
             raise Problem(f"{name}: the manifest says {entry['tokens']:,} tokens and "
                           f"{entry['documents']:,} documents, found {found['tokens']:,} and "

@@ -2,15 +2,27 @@
 
     python records/verify.py records/2026-12-01_TinyBaseline     one record folder
     python records/verify.py records/*_Mine/*.jsonl              logs of one set, from any folders
+    python records/verify.py --program records/<folder>          and the leak test of its program
 
 Every folder is judged as one set; all .jsonl files named one by one are one more set. A set is
 valid when every run keeps every rule below and the mean of the final validation losses is below
 the track's target with p < 0.01 (one-sided one-sample t-test). One broken run refuses the whole
-set: statistics over the rest would be a selection.
+set: statistics over the rest would be a selection. For the same reason seeds are consecutive.
 
-The judge only reads. It never imports or runs the recorded program, and holds its own copy of
-what a track is (TRACKS), so that editing the trainer does not move the target. It cannot see
-whether the program tells the truth about what it did: the program lies beside the log to be read.
+A folder's README.md may hold three lines that the judge reads:
+
+    parent: 2026-12-01_TinyBaseline     the record that this one builds on, or none
+    seeds: 0 to 9                       all that were run
+    systems-only: yes                   the same mathematics as the parent's, only done otherwise
+
+The curve of a set is held against its parent's at equal tokens; what leaves the parent's band is
+reported. A systems-only set must stay inside, have the parent's settings, and repeat the losses of
+the parent's runs of the same seeds; then a mean below the target is enough, without p.
+
+The judge only reads, and holds its own copy of what a track is (TRACKS), so that editing the
+trainer does not move the target. It runs a recorded program only for --program (leak_test.py). It
+cannot see whether a log tells the truth where all of it was forged alike: the program lies beside
+the log to be read, and to be run again.
 
 Exit code: 0 every set is valid, 1 a set is refused, 2 wrong usage.
 """
@@ -21,12 +33,19 @@ import json
 import math
 import re
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
 MAX_P = 0.01
+EQUAL = 0.01             # nats: how far rounding may move a run of the same mathematics and seed
+ROUNDING = 0.001         # nats: how far it moves a loss before training
+BAND_P = 0.001           # of a false alarm for a curve of the parent's own kind
 TOO_LARGE = 1e20         # above any loss, time, count or seed; keeps the arithmetic finite
 TINY_TARGET_LOSS = 3.56  # nats per token; fixed by TinyBaseline, 2026-12-01
+
+THROTTLED = {0x08: "hardware slowdown", 0x20: "heat, by the driver", 0x40: "heat, by the hardware",
+             0x80: "power brake"}  # NVML's bits; its power cap, 0x04, is the normal full load
 
 TRACKS = {
     "fineweb": {
@@ -157,13 +176,10 @@ def check_frame(events: list[dict]) -> None:
 # -------------------------------------------------------------------------------------------------
 # The rules of one run, one function each
 
-def check_identity(run: Run) -> None:
-    """The log is named by its run id."""
-    expect("run id", field(run.start, "id", str), run.path.stem)
-
-
 def check_program(run: Run) -> None:
-    """The program lies beside the log, named by its hash, and still has that hash."""
+    """The log is named by its run id; the program lies beside it, named by its hash, which it
+    still has."""
+    expect("run id", field(run.start, "id", str), run.path.stem)
     digest = field(run.start, "program_sha256", str)
     name = f"train_gpt_{digest[:8]}.py"
     expect("program name", field(run.start, "program", str), name)
@@ -174,10 +190,15 @@ def check_program(run: Run) -> None:
 
 
 def check_overrides(run: Run) -> None:
-    """A run with another recipe than its program's is an experiment."""
+    """A run with another recipe than its program's is an experiment. The machine is free, but
+    stated."""
+    field(run.start, "settings", dict)
     found = field(run.start, "recipe_overrides", dict)
     if found:
         raise Refused("recipe_overrides", "none", shown(found))
+    for name, value in field(run.start, "machine_overrides", dict).items():
+        if name not in run.start["settings"] or run.start["settings"][name] != value:
+            raise Refused("machine_overrides", f"{name}, as in settings", shown(value))
 
 
 def check_settings(run: Run) -> None:
@@ -199,23 +220,24 @@ def check_val_data(run: Run) -> None:
                run.pins[f"val_{name}"])
 
 
-def check_val_tokens(run: Run) -> None:
-    """Every validation covered the pinned set, not a part of it."""
-    for event in run.vals:
-        expect(f"tokens of the validation in line {event['line']}",
-               field(event, "tokens", int), run.pins["val_tokens"])
+def check_environment(run: Run) -> None:
+    """All is there that a stranger needs to judge a timing, and the device is a real one."""
+    device = field(run.start, "environment.device", str)
+    kinds = dict.fromkeys(("python", "torch", "device", "cpu", "os"), str)
+    kinds |= dict(threads=int, processes=int) | ({} if device == "cpu" else {"cuda": str})
+    for name, kind in kinds.items():
+        found = field(run.start, f"environment.{name}", kind)
+        if not found or kind is int and found < 1:
+            raise Refused("environment", f"{name}", shown(found))
+    if device.strip().lower().startswith("pretended"):  # it computes nothing and times nothing
+        raise Refused("pretended device", "a real device", shown(device))
 
 
-def check_device(run: Run) -> None:
-    """A pretended device computes nothing and times nothing."""
-    name = field(run.start, "environment.device", str)
-    if name.strip().lower().startswith("pretended"):
-        raise Refused("pretended device", "a real device", shown(name))
-
-
-def bits_per_byte(event: dict) -> float | None:
-    """The loss in bits per byte, where the run gives it."""
-    return None if event.get("bits_per_byte") is None else number(event, "bits_per_byte")
+def conditions(event: dict) -> dict:
+    """What the device said of itself at a validation; {} where it said nothing."""
+    found = field(event, "conditions", dict) if "conditions" in event else {}
+    found = {name: value for name, value in found.items() if value is not None}
+    return {name: number(found | {"line": event["line"]}, name) for name in found}
 
 
 def check_finite(run: Run) -> None:
@@ -224,26 +246,23 @@ def check_finite(run: Run) -> None:
         number(event, "train_time_ms")
         if number(event, "loss") == 0:
             raise Refused("finite", f"a loss above 0 in line {event['line']}", "0")
-    for event in run.vals + [run.end]:
-        bits_per_byte(event)
     for event in run.steps + [run.end]:
         number(event, "wait_ms")
     for name in ("val_loss", "train_time_ms", "wall_s"):
         number(run.end, name)
+    for event in run.vals:
+        conditions(event)
 
 
 def check_warmup(run: Run) -> None:
-    """Warm-up came once, before the first step, and gave back the state that it found."""
+    """Warm-up came once, before the first step, gave back the state that it found, and had met
+    every graph."""
     warmups = [at for at, event in enumerate(run.events) if event["event"] == "warmup"]
     if len(warmups) != 1 or run.steps and run.steps[0]["line"] < warmups[0] + 1:
         raise Refused("warm-up", "one, before the first step",
                       f"{len(warmups)}, in lines {[at + 1 for at in warmups][:5]}")
     number(run.events[warmups[0]], "seconds")
     expect("warm-up restored", run.events[warmups[0]].get("restored"), True)
-
-
-def check_recompiles(run: Run) -> None:
-    """Warm-up had met every graph."""
     expect("recompiles", run.end.get("recompiles"), 0)
 
 
@@ -256,13 +275,16 @@ def check_steps(run: Run) -> None:
 
 
 def check_validations(run: Run) -> None:
-    """A validation follows its own step, with the clock stopped; the last one is at the end."""
+    """A validation follows its own step, with the clock stopped, and covers the whole pinned set;
+    the last one is at the end."""
     done, clock, validated = 0, 0, -1
     for event in run.events:
         if event["event"] == "step":
             done, clock = field(event, "step", int), number(event, "train_time_ms")
         elif event["event"] == "val":
             expect(f"step of the validation in line {event['line']}", event.get("step"), done)
+            expect(f"tokens of the validation in line {event['line']}", event.get("tokens"),
+                   run.pins["val_tokens"])
             if validated == done:
                 raise Refused("validation step", "each step once", f"{done} again")
             if number(event, "train_time_ms") != clock:
@@ -294,46 +316,46 @@ def check_summary(run: Run) -> None:
     expect("summary tokens", field(run.end, "tokens", int), len(run.steps) * tokens_per_step)
     step, val = (run.steps or [{}])[-1], (run.vals or [{}])[-1]
     for name, found, source in (("val_loss", number(run.end, "val_loss"), val.get("loss")),
-                                ("bits_per_byte", bits_per_byte(run.end), val.get("bits_per_byte")),
                                 ("train_time_ms", number(run.end, "train_time_ms"),
                                  step.get("train_time_ms"))):
         if found != source:
             raise Refused(f"summary {name}", shown(source), shown(found))
-
-
-def printed_as(text: str, value: float) -> bool:
-    """Does this decimal text show this value?
-
-    A little over half a unit of the last digit is allowed: the value may be rounded as well.
-
-    >>> printed_as("3.2787", 3.27866), printed_as("3.2787", 3.2788), printed_as("1200", 1199.6)
-    (True, False, True)
-    """
-    if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]{1,15})?", text):
-        return False
-    return abs(float(text) - value) <= 0.56 * 10.0 ** -len(text.partition(".")[2])
+    waited, found = sum(number(event, "wait_ms") for event in run.steps), number(run.end, "wait_ms")
+    if not math.isclose(waited, found, rel_tol=1e-6, abs_tol=1e-3):
+        raise Refused("summary wait_ms", shown(waited), shown(found))
+    parts = (run.end["train_time_ms"] / 1000
+             + sum(number(e, "seconds") for e in run.events if e["event"] == "warmup"))
+    if number(run.end, "wall_s") < parts:
+        raise Refused("summary wall_s", f"at least training and warm-up, {parts}",
+                      shown(run.end["wall_s"]))
 
 
 def check_text_log(run: Run) -> None:
-    """The lines `step:N/M val_loss:X train_time:Yms ...` of the text log tell the same."""
-    text = read(run.path.with_suffix(".txt"), "text log").decode("utf-8", "replace")
-    lines = [dict(part.split(":", 1) for part in line.split() if ":" in part)
-             for line in text.splitlines() if line.startswith("step:") and " val_loss:" in line]
-    expect("text log validations", len(lines), len(run.vals))
-    for line, event in zip(lines, run.vals):
-        where = f"{field(event, 'step', int)}/{run.planned()}"
-        expect("text log step", line["step"], where)
-        for name, value, unit in (("val_loss", number(event, "loss"), ""),
-                                  ("train_time", number(event, "train_time_ms"), "ms")):
-            found = line.get(name, "")
-            if not found.endswith(unit) or not printed_as(found.removesuffix(unit), value):
-                raise Refused(f"text log {name}", f"{value}{unit}, rounded, at step {where}",
-                              shown(found))
+    """The text log says the same of every step and validation, and in its summary."""
+    text = read(run.path.with_suffix(".txt"), "text log").decode("utf-8", "replace").splitlines()
+    found = [" ".join(line.split()[:4]) for line in text
+             if re.match(r"step:\S+ (train|val)_loss:", line)]
+    events = [event for event in run.events if event["event"] in ("step", "val")]
+    expect("text log lines", len(found), len(events))
+    for line, event in zip(found, events):
+        step, ms = field(event, "step", int), number(event, "train_time_ms")
+        kind = "val" if event["event"] == "val" else "train"
+        expect("text log line", line, f"step:{step}/{run.planned()} {kind}_loss:"
+               f"{number(event, 'loss'):.4f} train_time:{ms:.0f}ms "
+               f"step_avg:{ms / max(1, step):.2f}ms")
+    summary = [line for line in text if line.startswith("summary: ")]
+    expect("text log summaries", len(summary), 1)
+    ms, tokens = number(run.end, "train_time_ms"), field(run.end, "tokens", int)
+    first = (f"summary: val_loss {number(run.end, 'val_loss'):.4f}, target "
+             f"{run.pins['target_loss']}, trained {ms / 1000:.1f} s, "
+             f"{1000 * tokens / (ms or 1):,.0f} tokens/s, ")
+    last = f", wall {number(run.end, 'wall_s'):.1f} s"
+    expect("text log summary", summary[0][:len(first)], first)
+    expect("text log summary", summary[0][-len(last):], last)
 
 
-RUN_RULES = (check_identity, check_program, check_overrides, check_settings, check_val_data,
-             check_val_tokens, check_device, check_finite, check_warmup,
-             check_recompiles, check_steps, check_validations, check_times, check_summary,
+RUN_RULES = (check_program, check_overrides, check_settings, check_val_data, check_environment,
+             check_finite, check_warmup, check_steps, check_validations, check_times, check_summary,
              check_text_log)
 
 
@@ -381,6 +403,93 @@ def judge_run(path: Path, earlier: list[Run]) -> tuple[Run | None, list[str]]:
     return run, list(lines)
 
 
+def claims_of(folder: Path) -> dict[str, str]:
+    """The lines of a record's README.md that the judge reads."""
+    path = folder / "README.md"
+    text = read(path, "README").decode("utf-8", "replace") if path.exists() else ""
+    found = re.findall(r"^(parent|seeds|systems-only): *(.*?) *$", text, re.M)
+    forms = {"parent": r"\w[\w.-]*", "seeds": r"\d{1,9} to \d{1,9}", "systems-only": "yes|no"}
+    for name, value in found:
+        if not re.fullmatch(forms[name], value, re.A) or len(dict(found)) < len(found):
+            raise Refused(f"README {name}", f"one line {name}: {forms[name]}", shown(value))
+    return dict(found)
+
+
+def check_seeds(runs: list[Run], claims: dict[str, str]) -> None:
+    """Consecutive seeds, and those that the README claims: none was dropped."""
+    seeds = sorted(run.start["settings"]["seed"] for run in runs)
+    first, last = map(int, claims.get("seeds", f"{seeds[0]} to {seeds[-1]}").split(" to "))
+    if not seeds[0] == first <= last == seeds[-1] == first + len(seeds) - 1:
+        raise Refused("seeds of the set", f"all from {first} to {last}", str(seeds)[:90])
+
+
+def check_apart(folder: Path, runs: list[Run]) -> int:
+    """Nothing lies apart but runs that were cut short and run again; how many do."""
+    for path in folder.glob("*_seed*_*.txt"):
+        read(path.with_suffix(".jsonl"), "log of each text log")
+    seeds, logs = {run.start["settings"]["seed"] for run in runs}, folder.glob("incomplete/*.jsonl")
+    for path in (logs := sorted(logs)):
+        text = read(path, "log").decode("utf-8", "replace")
+        status = re.search(r'"status": *"(complete|non-finite)"', text)
+        if status:
+            raise Refused("run kept apart", "one that was cut short", f"{path.name}: {status[1]}")
+        seed = re.search(r'"seed": *(\d{1,9})\b', text)
+        if seed and int(seed[1]) not in seeds:
+            raise Refused("run kept apart", "its seed in the set", f"{path.name}: seed {seed[1]}")
+    return len(logs)
+
+
+def curves(runs: list[Run]) -> dict[int, list[float]]:
+    """Tokens -> the validation losses of all runs there."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for event in run.vals:
+            tokens = event["step"] * run.start["settings"]["tokens_per_step"]
+            found.setdefault(tokens, []).append(event["loss"])
+    return found
+
+
+def outside_band(runs: list[Run], parents: list[Run]) -> list[str]:
+    """Where the mean curve of m runs leaves the band that n runs of the parent predict for it.
+
+    Half a band is t sd sqrt(1/n + 1/m), sd of the parents, and Student's t with n - 1 degrees of
+    freedom, such that a set of the parent's own kind leaves it with probability BAND_P.
+    """
+    from scipy import stats
+
+    ours, theirs, lines = curves(runs), curves(parents), []
+    shared = [tokens for tokens in ours if len(theirs.get(tokens, ())) > 1]
+    for tokens in shared:
+        mean, n, m = statistics.fmean(theirs[tokens]), len(theirs[tokens]), len(ours[tokens])
+        t = float(stats.t.isf(BAND_P / 2 / len(shared), n - 1))
+        half = t * statistics.stdev(theirs[tokens]) * math.sqrt(1 / n + 1 / m)
+        low, high = mean - max(half, ROUNDING), mean + max(half, ROUNDING)
+        if not low <= (found := statistics.fmean(ours[tokens])) <= high:
+            lines.append(f"at {tokens:,} tokens the mean loss {found:.5f} is outside the parent's "
+                         f"band, {'better' if found < low else 'worse'}: {low:.5f} to {high:.5f}")
+    return lines if shared else ["no two runs of the parent were validated at equal tokens"]
+
+
+def check_systems_only(runs: list[Run], parents: list[Run]) -> None:
+    """Settings and losses are those of the parent's runs of the same seeds."""
+    by_seed = {run.start["settings"]["seed"]: run for run in parents}
+    for run in runs:
+        settings = run.start["settings"]
+        if (parent := by_seed.get(settings["seed"])) is None:
+            raise Refused("systems-only seed", "one of the parent's", shown(settings["seed"]))
+        free = {*run.start["machine_overrides"], *parent.start["machine_overrides"]}
+        for name, value in parent.start["settings"].items():
+            if name not in free and settings.get(name, value) != value:
+                raise Refused(f"systems-only setting {name}", shown(value), shown(settings[name]))
+        expect("systems-only validations", [e["step"] for e in run.vals],
+               [e["step"] for e in parent.vals])
+        for found, right in zip(run.vals, parent.vals):
+            if abs(found["loss"] - right["loss"]) > EQUAL:
+                raise Refused(f"systems-only loss of seed {settings['seed']}",
+                              f"{right['loss']:.5f} +- {EQUAL} at step {right['step']}",
+                              f"{found['loss']:.5f}")
+
+
 def p_value(values: list[float], target: float) -> float:
     """P of a mean this far below the target if the target were the true mean (one-sided t-test).
 
@@ -403,6 +512,54 @@ def mean_and_sd(values: list[float], digits: int) -> str:
     return f"mean {statistics.fmean(values):.{digits}f}, sd {sd:.{digits}f}"
 
 
+def parents_of(folder: Path, name: str) -> list[Run]:
+    """The runs of the parent record, which must be sound themselves."""
+    runs: list[Run] = []
+    for path in sorted((folder.resolve().parent / name).glob("*.jsonl")):
+        run, broken = judge_run(path, runs)
+        if broken:
+            raise Refused("parent", "a record that keeps every rule", broken[0])
+        runs.append(run)
+    if not runs:
+        raise Refused("parent", f"a record folder {name} beside this one", "no logs there")
+    return runs
+
+
+def check_set(folder: Path | None, runs: list[Run]) -> tuple[bool, list[str]]:
+    """The rules of a whole set; is it systems-only, and what else is to be said?"""
+    claims, notes = claims_of(folder) if folder else {}, []
+    check_seeds(runs, claims)
+    if "seeds" not in claims:
+        notes.append("note: no line seeds: in a README.md, so a first or last one may be missing")
+    if folder and (apart := check_apart(folder, runs)):
+        notes.append(f"note: {apart} run(s) that were cut short lie apart in incomplete/")
+    systems_only, name = claims.get("systems-only") == "yes", claims.get("parent", "none")
+    parents = parents_of(folder, name) if name != "none" else []
+    if parents:
+        expect("track of the parent", parents[0].track, runs[0].track)
+        outside = outside_band(runs, parents)
+        notes += [f"against {name}: {line}" for line in outside or ["the curve is in its band"]]
+    if systems_only:
+        if not parents:
+            raise Refused("systems-only", "a line parent: in README.md", "none")
+        check_systems_only(runs, parents)
+        if outside:
+            raise Refused("systems-only curve", "the parent's", outside[0])
+        notes.append(f"systems-only: settings and losses are those of {name}, seed by seed")
+    return systems_only, notes
+
+
+def condition_lines(run: Run) -> list[str]:
+    """Energy of a run, and whether it throttled, where its device says it."""
+    found, lines, name = [conditions(event) for event in run.vals], [], run.path.stem
+    energy = [c["energy_j"] for c in found if "energy_j" in c]
+    if len(energy) > 1:
+        lines.append(f"{name}: {(energy[-1] - energy[0]) / 1000:.1f} kJ, validations included")
+    bits = [int(c.get("throttle_reasons", 0)) for c in found]
+    reasons = [why for bit, why in THROTTLED.items() if any(b & bit for b in bits)]
+    return lines + [f"{name} THROTTLED: {', '.join(reasons)}"] * bool(reasons)
+
+
 def say(line: str) -> None:
     """Print one line, whatever a name in it holds and whatever the terminal can show."""
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
@@ -410,8 +567,8 @@ def say(line: str) -> None:
     print(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
-def report(runs: list[Run]) -> bool:
-    """Print table, statistics and verdict for runs that kept every rule; is the set valid?"""
+def report(runs: list[Run], systems_only: bool, notes: list[str]) -> bool:
+    """Print table, statistics and verdict for a set that kept every rule; is it valid?"""
     first, target, n = runs[0], runs[0].pins["target_loss"], len(runs)
     say(f"track {first.track}, target {target}; {machine(first)}, "
         f"torch {first.start['environment']['torch']}; {first.start['program']}")
@@ -429,6 +586,12 @@ def report(runs: list[Run]) -> bool:
     p = p_value(losses, target)
     say(f"val_loss: n {n}, {mean_and_sd(losses, 5)}, p {p:.3g} (one-sided, mean < {target})")
     say(f"timed training in seconds: {mean_and_sd(seconds, 3)}")
+    for line in [line for run in runs for line in condition_lines(run)] + notes:
+        say(line)
+    if systems_only:
+        below = statistics.fmean(losses) < target
+        say(f"{'VALID' if below else 'NOT VALID'}: systems-only, mean must be below {target}")
+        return below
     if n < 2:
         say("NOT VALID: no p from 1 run; at least 1 more is needed")
     elif math.isnan(p):
@@ -438,22 +601,38 @@ def report(runs: list[Run]) -> bool:
     return p < MAX_P
 
 
-def judge_set(name: str, paths: list[Path]) -> bool:
+def judge_set(folder: Path | None, paths: list[Path]) -> bool:
     """Judge one set and print what was found; is it valid?"""
+    name, runs, refusals, more = folder or "the logs named", [], [], (False, [])
     say(f"{name}: {len(paths)} log(s)")
-    runs, refusals = [], []
     for path in paths:
         run, broken = judge_run(path, runs)
         refusals += broken
         if not broken:
             runs.append(run)
+    if runs and not refusals:
+        try:
+            more = check_set(folder, runs)
+        except Refused as refusal:
+            refusals.append(f"{name}: {refusal}")
     for line in refusals:
         say(line)
     if refusals or not paths:
         say(f"NOT VALID: {len(refusals)} refusal(s)" if paths else
             "NOT VALID: no .jsonl log; at least 2 runs are needed")
         return False
-    return report(runs)
+    return report(runs, *more)
+
+
+def leaks_not(log: Path) -> bool:
+    """The leak test of the program beside this log, in a process of its own; does it pass?"""
+    start = read_events(log)[0]
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("leak_test.py")),
+                           str(log.with_name(start["program"])), f"--track={start['track']}"],
+                          stdout=subprocess.PIPE, text=True)
+    for line in done.stdout.splitlines():
+        say(line)
+    return done.returncode == 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -462,7 +641,9 @@ def main(argv: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path,
                         help="a record folder, or the .jsonl logs of one set")
-    paths = parser.parse_args(argv).paths
+    parser.add_argument("--program", action="store_true", help="run the leak test as well")
+    given = parser.parse_args(argv)
+    paths = given.paths
     for path in paths:
         if not path.is_dir() and not (path.suffix == ".jsonl" and path.is_file()):
             parser.error(f"{str(path)!a} is neither a record folder nor a .jsonl log")
@@ -471,11 +652,17 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"verify.py needs scipy: pip install -r requirements.txt ({error})", file=sys.stderr)
         return 2
-    sets = [(str(path), sorted(path.glob("*.jsonl"))) for path in paths if path.is_dir()]
+    sets = [(path, sorted(path.glob("*.jsonl"))) for path in paths if path.is_dir()]
     files = [path for path in paths if not path.is_dir()]
     if files:
-        sets.append(("the logs named", files))
-    verdicts = [judge_set(name, logs) for name, logs in sets]
+        sets.append((None, files))
+    verdicts = []
+    for folder, logs in sets:
+        verdicts.append(judge_set(folder, logs))
+        if given.program and verdicts[-1]:
+            verdicts[-1] = leaks_not(logs[0])
+        elif given.program:
+            say("the leak test runs the program of a valid set only; leak_test.py runs any")
     return 0 if all(verdicts) else 1
 
 

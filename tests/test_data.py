@@ -5,7 +5,9 @@ chooses. In a coded ribbon every token but EoS is its own position, so a batch s
 its tokens came from.
 """
 import base64
+import json
 import math
+import os
 import queue
 import random
 import re
@@ -391,6 +393,51 @@ def test_indexing_in_parts_finds_every_document(tmp_path, monkeypatch, size):
     assert shard.starts_N.tolist() == [3, 8, 9, 10, 40, 104]
 
 
+CHOICES = {  # of a run, by document cap: the windows that go with it
+    128: ["--window_unit=32", "--windows=(1,2,3)", "--final_windows=(1,3,4)"],
+    512: ["--window_unit=64", "--windows=(2,4,6)", "--final_windows=(3,6,8)"],
+}
+
+
+def test_document_cap_and_windows_are_choices_of_a_run(tmp_path, monkeypatch):
+    """The same shards serve any: nothing of either is in them."""
+    # prepare changes the whole process, but for this: torch loads its compiler's settings late
+    monkeypatch.setattr(train_gpt, "prepare", lambda *_: torch._dynamo.config)
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    before = train_gpt.signal.getsignal(train_gpt.signal.SIGTERM), torch.get_num_threads()
+    torch.set_num_threads(1)                 # so small a model
+    rng = random.Random(4)
+    for name, count in ((TRAIN, 40), (VAL, 10)):  # documents that count on from a random id
+        tokens = []
+        for first in rng.choices(range(96), k=count):
+            tokens += [96, *((first + n) % 96 for n in range(rng.randint(50, 700)))]
+        write_shard(tmp_path / "data" / name, tokens)
+    small = ["--track=tiny", "--device=cpu", "--precision=fp32", "--compile=off", "--vocab_size=97",
+             "--width=64", "--head_dim=32", "--mlp_width=128", "--layers=3", "--long_window=(3,)",
+             "--value_layers=((1,0),(3,0))", "--skips=((3,1),)", "--tokens_per_step=1024",
+             "--steps=6", "--extra_steps=0", "--val_tokens=2000", "--val_sequence=1000",
+             "--val_sha256=", f"--data_dir={tmp_path / 'data'}"]
+    per_unit, losses = {}, {}
+    for cap, windows in CHOICES.items():
+        words = [*small, f"--doc_cap={cap}", *windows, f"--records_dir={tmp_path / str(cap)}"]
+        try:
+            assert train_gpt.main(words) == 0
+        finally:
+            train_gpt.signal.signal(train_gpt.signal.SIGTERM, before[0])
+        (log,) = (tmp_path / str(cap)).glob("*/*.jsonl")
+        events = [json.loads(line) for line in log.read_text().splitlines()]
+        assert events[-1]["status"] == "complete"
+        losses[cap] = [e["loss"] for e in events if e["event"] == "val"]
+        assert losses[cap][-1] < losses[cap][0] - 0.1
+        data = TrainData(train_gpt.parse_settings(words)[0], tmp_path / "data")
+        pieces = [piece for unit in range(data.units) for piece in data.pieces(unit)]
+        assert max(piece.size for piece in pieces) == cap
+        per_unit[cap] = len(pieces) / data.units
+    torch.set_num_threads(before[1])
+    assert abs(losses[128][0] - losses[512][0]) < 1e-4 < abs(losses[128][-1] - losses[512][-1])
+    assert per_unit[128] > 1.5 * per_unit[512]
+
+
 # ---- errors: one line that names the file and the remedy, before any work ------------------------
 
 def good(folder: Path) -> Path:
@@ -612,6 +659,7 @@ def test_fineweb_sizes_on_one_real_shard(shared, tmp_path):
 
 MEASURE = """
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 import train_gpt
@@ -622,15 +670,19 @@ def peak():  # not ru_maxrss: it begins with that of the process that started th
 before = peak()
 s = replace(train_gpt.FINEWEB, steps=240, extra_steps=0)
 data = train_gpt.TrainData(s, Path(sys.argv[1]))
+began = time.process_time()
+shard = train_gpt.check_shard(data.ribbon.paths[0], s.vocab_size)
+seconds = time.process_time() - began
 for unit in range(0, data.units, 100):
     data.micro_batch([unit])
-print(data.ribbon.borders[-1], peak() - before)
+print(data.ribbon.borders[-1], peak() - before, *shard[1:4], seconds)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_a_200_mb_shard(tmp_path):
-    """Indexed in parts and read unit by unit: far from half a gigabyte, and from its own size."""
+def test_memory_and_time_of_a_200_mb_shard(tmp_path):
+    """Checked in parts and read unit by unit: far from half a gigabyte, and from its own size; a
+    check takes less than a second of one core."""
     path, tokens = tmp_path / "x_train_000000.bin", 100_000_000
     write_shard(path, [], count=tokens)
     with open(path, "r+b") as file:
@@ -640,5 +692,6 @@ def test_memory_of_a_200_mb_shard(tmp_path):
                           cwd=ROOT, timeout=120)
     path.unlink()
     assert done.returncode == 0, done.stderr
-    read, added_mib = map(int, done.stdout.split())
+    read, added_mib, *facts, seconds = map(float, done.stdout.split())
     assert read == tokens and added_mib < 150, f"{added_mib} MiB more"
+    assert facts == [166_667, 600, 600] and seconds < 1, f"{seconds} s"
