@@ -28,6 +28,7 @@ R rotary frequencies, B matrices of a bank.
 """
 import ast
 import bisect
+import ctypes
 import datetime
 import difflib
 import hashlib
@@ -257,7 +258,6 @@ def check_settings(s: Settings) -> None:
 # fit. What is cut away is not trained on; the next unit begins with the next document. A step is a
 # whole number of units and a micro-batch is k of them: k is the machine's choice, and neither the
 # stream nor the gradient depends on it.
-
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 SCAN_TOKENS = 1 << 23                        # read at once while a shard is indexed: 16 MB
 
@@ -335,11 +335,7 @@ class Ribbon:
         return np.diff(np.append(self.starts_N, self.borders[-1] - 1))
 
 def pack_units(lengths_N: np.ndarray, unit_tokens: int, doc_cap: int) -> np.ndarray:
-    """First document of each unit, and the one after the last unit: int64 [units + 1].
-
-    >>> pack_units(np.array([3, 9, 2, 1, 5, 4]), unit_tokens=6, doc_cap=4)  # capped: 3 4 2 1 4 4
-    array([0, 2, 5])
-    """
+    """First document of each unit, and the one after the last unit: int64 [units + 1]."""
     ends = np.cumsum(np.minimum(lengths_N, doc_cap))
     firsts, before = [0], 0
     while (last := int(np.searchsorted(ends, before + unit_tokens))) < len(ends):
@@ -421,11 +417,7 @@ def find_shards(folder: Path, part: str) -> list[Path]:
     return paths
 
 def unit_schedule(step: int, units_per_step: int, k: int, rank: int, world: int) -> list[list[int]]:
-    """Units of one step for one process, in micro-batches of k: dealt round-robin to processes.
-
-    >>> unit_schedule(step=2, units_per_step=8, k=2, rank=1, world=2)
-    [[17, 19], [21, 23]]
-    """
+    """Units of one step for one process, in micro-batches of k: dealt round-robin to processes."""
     mine = list(range(step * units_per_step + rank, (step + 1) * units_per_step, world))
     return [mine[i:i + k] for i in range(0, len(mine), k)]
 
@@ -456,16 +448,9 @@ class Reader:
 
 def cut_sequence(starts_N: np.ndarray, first: int, end: int, room: int,
                  context: int) -> list[list[Piece]]:
-    """Cut the validation sequence [first, end) into groups of at most `room` tokens.
-
-    Groups end where documents end. A document longer than `room` goes on in the next group behind
-    `context` of its tokens again, uncounted: all that its windows can see, so the counted losses
-    are those of the uncut sequence.
-
-    >>> cut = cut_sequence(np.array([0, 4, 7]), first=0, end=20, room=9, context=2)
-    >>> [[tuple(piece) for piece in group] for group in cut]
-    [[(0, 4, 0), (4, 3, 4)], [(7, 9, 7)], [(14, 6, 16)]]
-    """
+    """Cut the validation sequence [first, end) into groups of up to `room` tokens, where documents
+    end. One longer than `room` goes on in the next group behind `context` of its tokens again,
+    uncounted: all that its windows can see, so the losses are those of the uncut sequence."""
     inside = starts_N[(starts_N > first) & (starts_N < end)].tolist()
     borders, groups, left = [first, *inside, end], [], 0
     for start, stop in zip(borders, borders[1:]):
@@ -595,7 +580,6 @@ def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, visible: int | Tensor, c
 #   dx = g W                2 C V D   C V + V D + 2 C D                -
 #   dW += g^T x             2 C V D   C V + C D + 8 V D                -
 # In bf16, z becomes its own gradient in place: 2 C V are held. `head_bytes` adds the rest.
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 class Head(NamedTuple):
@@ -1145,8 +1129,7 @@ def make_view(batch: Batch, stage: Stage, longest: int, blocked: bool = True) ->
     return View(angle_T1R.cos(), angle_T1R.sin(), scale, *windows, longest)
 
 # -- 8 Machine -------------------------------------------------------------------------------------
-# What a device can do stands in two tables, matched exactly. What is fast on it, nobody can say
-# beforehand: the warm-up tries, and the log says what was tried and chosen.
+# What a device can do stands in tables, matched exactly. What is fast on it, the warm-up tries.
 
 class Card(NamedTuple):
     """A GPU by NVIDIA's data sheet, or its architecture's paper where the sheet gives no peak."""
@@ -1214,17 +1197,15 @@ def choose_compile(s: Settings, device: torch.device) -> tuple[bool, tuple]:
     """Whether to compile, and notes where not."""
     compiler, cuda = os.environ.get("CXX") or "g++", device.type == "cuda"
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    bad = torch.__version__.startswith("2.10.") and cuda and (
-        torch.cuda.get_device_capability(device) in ((8, 0), (8, 6)))
+    old = cuda and torch.__version__[:5] == "2.10." and not has_fp8(device)
     lacks = [lack for lack, found in {
         "on a CPU the full size is for checking": not cuda and s.track == "fineweb",
         f"no C++ compiler {compiler}; apt install g++": shutil.which(compiler) is None,
         "no Triton; pip install triton (on Windows: use WSL2)": cuda and triton is None,
         f"no {header}; apt install python3-dev": cuda and not header.exists(),
-        "torch 2.10 compiles to NaN here; install the pinned version": bad}.items() if found]
-    if s.compile != "auto":
-        return s.compile == "on", ()
-    return not lacks, tuple(f"not compiled, so slower: {lack}" for lack in lacks)
+        "torch 2.10 compiles to NaN here; install the pinned version": old}.items() if found]
+    notes = tuple(f"not compiled, so slower: {lack}" for lack in lacks)
+    return (not lacks, notes) if s.compile == "auto" else (s.compile == "on", ())
 
 def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and CAPABILITIES.get(
@@ -1353,6 +1334,26 @@ def environment(machine: Machine) -> dict:
                 threads=torch.get_num_threads(), processes=machine.share[2],
                 os=platform.platform(terse=True))
 
+def conditions(device: torch.device) -> dict:
+    """What a GPU's driver says now, as far as it answers; the bits of why clocks are lowered."""
+    asked = dict(power_limit_w=("EnforcedPowerLimit", 1000), power_w=("PowerUsage", 1000),
+                 energy_j=("TotalEnergyConsumption", 1000), temperature_c=("Temperature", 1, 0),
+                 sm_mhz=("ClockInfo", 1, 1), memory_mhz=("ClockInfo", 1, 2),
+                 throttle_reasons=("CurrentClocksThrottleReasons", 1))
+    card, found, value = ctypes.c_void_p(), {}, ctypes.c_uint64()
+    try:                                     # NVML by hand: nvidia-smi is slow, pynvml one more
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(card)):
+            return {}
+        for name, (question, unit, *of) in asked.items():
+            value.value = 0
+            if not getattr(nvml, f"nvmlDeviceGet{question}")(card, *of, ctypes.byref(value)):
+                found[name] = value.value / unit
+    except (OSError, AttributeError):        # no such library, or one that lacks a question
+        pass
+    return found
+
 # -- 9 Log and clock -------------------------------------------------------------------------------
 class Clock:
     """Timed training, between `start` and `stop`; at both the device has finished its work."""
@@ -1428,18 +1429,18 @@ def keep_program(folder: Path) -> tuple[str, str]:
 class NonFinite(Exception):
     """A loss that is no number: the run stops."""
 
-class Late:
-    """A loss on its way from the device, read a step later: the device never waits for us."""
-    def __init__(self, loss: Tensor):
-        self.host, self.ready = loss.to("cpu", non_blocking=True), None
-        if loss.is_cuda:
-            self.ready = torch.cuda.Event()
-            self.ready.record()
+def late(loss: Tensor) -> Callable[[], float]:
+    """Reads a loss a step after it was computed, so that the device never waits for us."""
+    host, ready = loss.to("cpu", non_blocking=True), torch.cuda.Event() if loss.is_cuda else None
+    if ready:
+        ready.record()
 
-    def value(self) -> float:
-        if self.ready:
-            self.ready.synchronize()
-        return self.host.item()
+    def value() -> float:
+        if ready:
+            ready.synchronize()
+        return host.item()
+
+    return value
 
 class Run:
     """Model, optimizer and data of one run, and the steps that tie them together."""
@@ -1604,7 +1605,6 @@ class Run:
         write_whole(path, lambda file: torch.save(content, file))
 
 def graphs() -> int:
-    """Graphs that torch.compile has made so far in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
@@ -1612,7 +1612,7 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
     s, total, known, clock = run.s, total_steps(run.s), graphs(), Clock(run.machine.device)
     (k, rank, world), units = run.machine.share, s.tokens_per_step // s.unit_tokens
     batches, every = units // world // k, s.log_every or max(1, total // 40)
-    reader, late = Reader(run.train_data, s, run.machine), None
+    reader, before = Reader(run.train_data, s, run.machine), None
     card = card_of(environment(run.machine)["device"])
     positions_T = run.train_data.micro_batch(list(range(units))).positions_T
     flops = [s.tokens_per_step * flops_per_token(s, positions_T, stage) for stage in run.stages]
@@ -1626,8 +1626,8 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
             kind = dict(train="training", val="validation")[kind]
             raise NonFinite(f"{kind} loss {loss} at step {number}")
 
-    def report(number: int, loss: Late, ms: float, waited: float) -> None:
-        value, stage = loss.value(), run.stages.index(stage_at(number - 1, run.stages))
+    def report(number: int, loss: Callable, ms: float, waited: float) -> None:
+        value, stage = loss(), run.stages.index(stage_at(number - 1, run.stages))
         log.event("step", dict(step=number, loss=value, lr_scale=lr_scale(number - 1, s),
                                train_time_ms=ms, wait_ms=1000 * waited))
         end.update(step=number, train_time_ms=ms, tokens=number * s.tokens_per_step,
@@ -1637,9 +1637,10 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
         show(number, "train", value, ms, number % every == 0 and not log.terminal)
 
     def validate(number: int) -> None:
-        loss, ms = run.validate(number), clock.ms()
+        loss, ms, device = run.validate(number), clock.ms(), run.machine.device
         end.update(val_loss=loss)
-        log.event("val", dict(step=number, loss=loss, tokens=s.val_tokens, train_time_ms=ms))
+        log.event("val", dict(step=number, loss=loss, tokens=s.val_tokens, train_time_ms=ms,
+                              conditions=conditions(device) if device.type == "cuda" else {}))
         show(number, "val", loss, ms)
 
     try:
@@ -1647,14 +1648,14 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
         clock.start()
         for number in range(1, total + 1):
             waited = reader.waited
-            loss = Late(run.step(number - 1, [reader.next] * batches))
-            if late:
-                report(*late)
-            late = (number, loss, clock.ms(), reader.waited - waited)
+            loss = late(run.step(number - 1, [reader.next] * batches))
+            if before:
+                report(*before)
+            before = (number, loss, clock.ms(), reader.waited - waited)
             if number % s.val_every == 0 or number == total:
                 clock.stop()
-                report(number, loss, clock.ms(), late[3])
-                late = None
+                report(number, loss, clock.ms(), before[3])
+                before = None
                 if number == total and checkpoint and rank == 0:
                     run.checkpoint(checkpoint, number)  # before anything else can go wrong
                 validate(number)
@@ -1672,14 +1673,13 @@ def start_facts(run: Run, given: dict, identity: dict) -> dict:
         format=1, track=s.track, **identity, settings=asdict(s),
         recipe_overrides={n: v for n, v in given.items() if n in RECIPE_FIELDS},
         machine_overrides={n: v for n, v in given.items() if n not in RECIPE_FIELDS},
-        environment=environment(m),
+        environment=environment(m), parameters=sum(p.numel() for p in run.model.parameters()),
         run=dict(precision=str(m.dtype).removeprefix("torch."), compiled=m.compile,
                  micro_batch_units=m.share[0], val_piece=m.val_piece, attention=m.attention,
                  steps=total_steps(s), tokens_per_step=s.tokens_per_step),
         data=dict(train=[dict(file=p.name, tokens=n) for p, n in zip(ribbon.paths, sizes)],
                   val=dict(file=val.path.name, tokens_in_file=val.ribbon.borders[-1],
-                           sha256=val.sha256, tokens=s.val_tokens, sequence=s.val_sequence)),
-        parameters=sum(p.numel() for p in run.model.parameters()))
+                           sha256=val.sha256, tokens=s.val_tokens, sequence=s.val_sequence)))
 
 def announce(log: Log, notes: tuple, facts: dict) -> None:
     """The head of the text log: what runs, where, and what was changed."""
@@ -1710,8 +1710,8 @@ def finish(log: Log, target: float, end: dict) -> None:
 
 def peak_memory_mib(device: torch.device) -> int:
     import resource  # not on Windows
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    return torch.cuda.max_memory_allocated() >> 20 if device.type == "cuda" else host
+    return (torch.cuda.max_memory_allocated() >> 20 if device.type == "cuda"
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 
 def prepare(machine: Machine, s: Settings) -> None:
     """Choices that hold for the whole process: threads, determinism, process group."""
@@ -1775,8 +1775,8 @@ def run_once(s: Settings, given: dict) -> int:
             dist.destroy_process_group()
     if writes:
         print(f"log: {folder / run_id}.txt")
-    codes = {"complete": 0, "non-finite": 3, "interrupted": 130 + 13 * (end["reason"] == "SIGTERM")}
-    return codes[end["status"]]
+    stopped = 143 if end["reason"] == "SIGTERM" else 130
+    return {"complete": 0, "non-finite": 3}.get(end["status"], stopped)
 
 def interrupt(number: int, frame) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
