@@ -2,6 +2,8 @@
 # ./run.sh                       set up on first use, then train: track fineweb if there are a CUDA
 #                                device and FineWeb shards, else track tiny
 # ./run.sh --seed=1 --name=Mine  every argument goes to train_gpt.py; ./run.sh --help lists them
+# ./run.sh --runs=10 --name=Mine a record: runs of seeds 0 to 9, judged and compared; goes on where it
+#                                was (records/run_set.py says more)
 # ./run.sh --nproc_per_node=2    two processes, through torchrun
 # ./run.sh test [...]            the tests; arguments go to pytest
 # ./run.sh WORD [...]            runs tools/WORD.py; each of them has --help
@@ -53,7 +55,7 @@ to train, give only settings (--name=value), or nothing" 2
   fi ;;
 esac
 
-processes=1 track='' data_dir='' device=auto
+processes=1 track='' data_dir='' device=auto program=$root/train_gpt.py
 settings=()
 if [ "$mode" = train ]; then
   while [ $# -gt 0 ]; do
@@ -61,6 +63,7 @@ if [ "$mode" = train ]; then
       --nproc_per_node=* | --nproc-per-node=*) processes=${1#*=} ;;
       --nproc_per_node | --nproc-per-node) processes=${2-}; [ $# -lt 2 ] || shift ;;
       -h | --help) mode=help ;;
+      --runs=*) program=$root/records/run_set.py; settings+=("$1") ;;
       --track=*) track=${1#*=}; settings+=("$1") ;;
       --data_dir=*) data_dir=${1#*=}; settings+=("$1") ;;
       --device=*) device=${1#*=}; settings+=("$1") ;;
@@ -70,6 +73,8 @@ if [ "$mode" = train ]; then
   done
   [[ $processes =~ ^[1-9][0-9]{0,3}$ ]] ||
     die "--nproc_per_node=$processes: give a whole number of processes, 1 or more" 2
+  [ "$processes" = 1 ] || [ "$program" = "$root/train_gpt.py" ] ||
+    die "--runs with --nproc_per_node=$processes: a set is made of runs of one process each" 2
 fi
 
 # ---- .venv, from requirements.txt ---------------------------------------------------------------
@@ -193,4 +198,4 @@ launcher=()
 [ "$processes" = 1 ] ||
   launcher=(-m torch.distributed.run --standalone "--nproc_per_node=$processes")
 exec "$python" ${launcher[@]+"${launcher[@]}"} \
-  "$root/train_gpt.py" ${settings[@]+"${settings[@]}"}
+  "$program" ${settings[@]+"${settings[@]}"}

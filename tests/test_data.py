@@ -405,7 +405,6 @@ def test_document_cap_and_windows_are_choices_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(train_gpt, "prepare", lambda *_: torch._dynamo.config)
     monkeypatch.setattr(os, "fsync", lambda _: None)
     before = train_gpt.signal.getsignal(train_gpt.signal.SIGTERM), torch.get_num_threads()
-    torch.set_num_threads(1)                 # so small a model
     rng = random.Random(4)
     for name, count in ((TRAIN, 40), (VAL, 10)):  # documents that count on from a random id
         tokens = []
@@ -421,9 +420,11 @@ def test_document_cap_and_windows_are_choices_of_a_run(tmp_path, monkeypatch):
     for cap, windows in CHOICES.items():
         words = [*small, f"--doc_cap={cap}", *windows, f"--records_dir={tmp_path / str(cap)}"]
         try:
+            torch.set_num_threads(1)         # so small a model
             assert train_gpt.main(words) == 0
         finally:
             train_gpt.signal.signal(train_gpt.signal.SIGTERM, before[0])
+            torch.set_num_threads(before[1])
         (log,) = (tmp_path / str(cap)).glob("*/*.jsonl")
         events = [json.loads(line) for line in log.read_text().splitlines()]
         assert events[-1]["status"] == "complete"
@@ -433,7 +434,6 @@ def test_document_cap_and_windows_are_choices_of_a_run(tmp_path, monkeypatch):
         pieces = [piece for unit in range(data.units) for piece in data.pieces(unit)]
         assert max(piece.size for piece in pieces) == cap
         per_unit[cap] = len(pieces) / data.units
-    torch.set_num_threads(before[1])
     assert abs(losses[128][0] - losses[512][0]) < 1e-4 < abs(losses[128][-1] - losses[512][-1])
     assert per_unit[128] > 1.5 * per_unit[512]
 

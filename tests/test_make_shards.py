@@ -27,7 +27,7 @@ import cached_fineweb10B as fetcher  # noqa: E402
 import make_shards  # noqa: E402
 
 EOS = 50256
-TRAIN, VAL = "mine_train_{:06}.bin", "mine_val_{:06}.bin"
+TRAIN = "mine_train_{:06}.bin"
 
 
 @pytest.fixture(autouse=True)
@@ -255,7 +255,9 @@ def test_validation_does_not_depend_on_order_or_company(tmp_path):
                       for side in ("train", "val")])
     (train, val), (train_b, val_b) = sides
     assert not train & val and train_b < train and val_b < val
-    assert abs(len(val) - 250) < 4 * (1000 * 0.25 * 0.75) ** 0.5
+    late = sum(make_shards.belongs_to_val(np.array([7, 7, n], "<u2"), 0.25) for n in range(1000))
+    for count in (len(val), late):           # every token counts: the last one too
+        assert abs(count - 250) < 4 * (1000 * 0.25 * 0.75) ** 0.5
 
 
 def test_the_shuffle(tmp_path, monkeypatch):
@@ -277,13 +279,13 @@ def test_the_shuffle(tmp_path, monkeypatch):
 
 
 def test_shards_hold_whole_documents_up_to_their_size(tmp_path):
-    lengths = [3, 4, 1, 9, 2, 2, 2, 9, 1]    # with EoS one more
+    lengths = [3, 5, 1, 9, 2, 2, 2, 9, 1]    # with EoS one more: the first two fill a shard
     np.save(tmp_path / "a.npy", np.concatenate([[EOS] + [7] * n for n in lengths]).astype("<u2"))
     words = [tmp_path / "a.npy", "--eos=present", "--val=0"]
     assert run(tmp_path / "out", *words, "--shard_tokens=10") == 0
     sizes = [np.flatnonzero(tokens_in(p) != EOS).size for p in train_gpt.find_shards(
         tmp_path / "out", "train")]
-    assert sizes == [3 + 4, 1, 9, 2 + 2 + 2, 9, 1]
+    assert sizes == [3 + 5, 1, 9, 2 + 2 + 2, 9, 1]
     assert [len(d) for d in documents_in(tmp_path / "out")] == lengths
     assert run(tmp_path / "two", *words, "--shard_tokens=9") == 2
 
@@ -357,6 +359,8 @@ FAULTS = {  # what is wrong: (what makes it so, words, what the line must say)
     "no such column": (table(id=[1], body=["x"]), [],
                        ["a.parquet", "field text", "id (int64), body (string)"]),
     "column of numbers": (table(text=[1]), [], ["a.parquet", "text (int64)"]),
+    "column not UTF-8": (table(text=pyarrow.array([b"a", b"b\xff"]).view("string")), [],
+                         ["a.parquet: row 2", "cannot be read", "0xff"]),
     "null in a column": (table(text=["a", None]), [], ["a.parquet: row 2", "null"]),
     "eos not said": (array([1, EOS, 2]), [], ["a.npy", "--eos=present", "--eos=absent"]),
     "eos where absent": (array([1, EOS, 2]), ["--eos=absent"], ["a.npy: token 1 is EoS"]),
@@ -478,6 +482,17 @@ def test_killed_at_random_moments(whole, tmp_path):
     while any(map(alive, workers)) and time.monotonic() < end:
         time.sleep(0.05)
     assert workers and not any(map(alive, workers)), "workers outlive the program"
+
+
+def test_nothing_of_a_killed_run_gets_into_the_next(tmp_path):
+    part = tmp_path / "out.part"
+    part.mkdir()
+    for name in (TRAIN.format(9), "000.shuffle", "manifest.json", "manifest.json.part"):
+        (part / name).write_text("half a")
+    (tmp_path / "a.txt").write_text("text")
+    assert run(tmp_path / "out", tmp_path / "a.txt", "--val=0") == 0
+    assert set(sha256s(tmp_path / "out")) == {TRAIN.format(0), "manifest.json"}
+    assert not part.exists()
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -285,6 +285,15 @@ def test_wrong_command_is_one_line_and_2(tmp_path, arguments):
     assert not list(tmp_path.rglob(".venv"))
 
 
+def test_runs_make_a_set(project):
+    (project / "records").mkdir(exist_ok=True)
+    (project / "records" / "run_set.py").write_text("import sys\nprint('set', sys.argv[1:])\n")
+    done = run(project, "--runs=3", "--name=two words", "--seed=1")
+    assert f"set {['--track=tiny', '--runs=3', '--name=two words', '--seed=1']}" in done.stdout
+    done = run(project, "--runs=3", "--nproc_per_node=2")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "set" in done.stderr
+
+
 def test_more_processes_go_to_torchrun(project, tmp_path):
     torch = stand_in_torch(tmp_path)
     for given in (["--nproc_per_node=2"], ["--nproc_per_node", "2"]):
