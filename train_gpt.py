@@ -47,7 +47,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
@@ -965,11 +965,11 @@ symmetric_op.register_fake(lambda x_BMK, *rest: x_BMK.new_empty(*x_BMK.shape[:2]
 
 def symmetric(x_BMK: Tensor, add_BMM: Tensor | None = None, b: float = 1.0,
               c: float = 1.0) -> Tensor:
-    """c X X^T + b add, itself symmetric, for each of a bank. On CUDA half of it is computed."""
-    if x_BMK.is_cuda and x_BMK.dtype == torch.bfloat16 and x_BMK.size(1) >= 128:
+    """c X X^T + b add, itself symmetric, for each of a bank. Compiled, half of it is computed."""
+    kernel = torch.compiler.is_compiling()   # eager code needs no Triton, and no C compiler for it
+    if kernel and x_BMK.is_cuda and x_BMK.dtype == torch.bfloat16 and x_BMK.size(1) >= 128:
         return symmetric_op(x_BMK.contiguous(), add_BMM, b, c)
-    y_BMM = c * (x_BMK @ x_BMK.mT)
-    return y_BMM if add_BMM is None else b * add_BMM + y_BMM
+    return c * (x_BMK @ x_BMK.mT) + (0.0 if add_BMM is None else b * add_BMM)
 
 def polar_express(g_BMN: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """U V^T of each U S V^T of a bank, nearly: singular values close to 1. In `dtype`. [3]
@@ -1218,40 +1218,43 @@ def choose_head(s: Settings, device: torch.device) -> str:
                         f"{device}; --head=auto chooses")
     return "reference" if s.head == "auto" and (device.type == "cpu" or not triton) else s.head
 
-# What activations take, bytes for each token, block and unit of width: kept for backward, and most
-# at any moment of it. Compiled, measured with a caching allocator at FINEWEB's sizes.
-ACTIVATIONS = {"off": (41.6, 41.6), "light": (23.4, 30.3), "blocks": (7.6, 17.3)}
+# What activations take, bytes a token, block and unit of width: kept for backward, most in it; then
+# bytes a parameter of early gradients. Compiled, measured by a caching allocator for FINEWEB.
+ACTIVATIONS = {"off": (41.6, 41.6, 0), "light": (23.4, 30.3, 0), "blocks": (7.6, 17.3, 2.4)}
 
-def memory_plan(s: Settings, head: Head, units: int, recompute: str, piece: int) -> dict[str, int]:
+def memory_plan(s: Settings, m: Machine) -> dict[str, int]:
     """Bytes on a CUDA device by purpose, at the worst moment of a run, before anything is there."""
     with torch.device("meta"):
         model = GPT(s)
     sizes, groups = {n: p.numel() for n, p in model.named_parameters()}, parameter_groups(model, s)
     states = sum(n * (1 + (groups[name].kind == "adam")) for name, n in sizes.items())
-    tokens, V, wide = units * s.unit_tokens, len(model.head), s.layers * s.width
-    logits = head_bytes(tokens, V, s.width, head) - 4 * sizes["head"]  # dW is a gradient below
-    kept, most = (int(tokens * wide * each) for each in ACTIVATIONS[recompute])
-    train = max(kept + logits, most)
-    val = int(4.2 * piece * wide) + 2 * min(head.chunk, piece) * V + 2 * sizes["head"]  # forward
     weights = 4 * sum(sizes.values())
+    tokens, V, wide = m.share[0] * s.unit_tokens, len(model.head), s.layers * s.width
+    logits = head_bytes(tokens, V, s.width, m.head) - 4 * sizes["head"]  # dW is a gradient below
+    kept, most, early = ACTIVATIONS[m.recompute]
+    train = int(max(kept * tokens * wide + logits, most * tokens * wide + early * weights / 4))
+    val = int(4.2 * m.val_piece * wide) + 2 * min(m.head.chunk, m.val_piece) * V + 2 * sizes["head"]
     return dict(parameters=weights, optimizer=4 * states, gradients=weights, head=logits,
                 weights_bf16=2 * (sizes["attention_bank"] + sizes["mlp_bank"]),
                 activations=max(train, val) - logits)
 
 def fit_memory(s: Settings, m: Machine, room: int) -> Machine:
-    """`m` with the least recomputation, then the most units a micro-batch, that fit in `room`
-    bytes. A micro-batch of more than 49,152 tokens, which fill any card, gains nothing."""
+    """`m` with the least recomputation, then most units a micro-batch (49,152 tokens fill a card),
+    then the largest piece of validation, which the clock does not see, that fit in `room` bytes."""
     units, bound = s.tokens_per_step // s.unit_tokens // m.share[2], max(1, 49152 // s.unit_tokens)
-    ks = [s.micro_batch] if s.micro_batch else range(min(units, bound), 0, -1)
-    for level in ACTIVATIONS if s.recompute == "auto" else [s.recompute]:
-        for k in (k for k in ks if units % k == 0 and (m.compile or level != "light")):
-            plan = memory_plan(s, m.head, k, level, m.val_piece)
-            needed = sum(plan.values())
-            if needed <= room:
-                note = ", ".join(f"{name} {size >> 20:,}" for name, size in plan.items())
-                return m._replace(share=(k, *m.share[1:]), recompute=level, notes=(
-                    *m.notes, f"memory plan, MiB: {note}; in all {needed >> 20:,} of "
-                    f"{room >> 20:,} with {k} units a micro-batch, recompute {level}"))
+    ks = m.share[:1] if s.micro_batch else [k for k in range(bound, 0, -1) if units % k == 0]
+    levels = [n for n in ACTIVATIONS if n == s.recompute or s.recompute == "auto"]
+    halves = [] if s.val_piece else [up_to(m.val_piece >> n, BLOCK) for n in range(1, 5)]
+    pieces = [m.val_piece, *(n for n in halves if n > look_back(s))]
+    for level, k, piece in product(levels if m.compile else levels[::2], ks, pieces):
+        m = m._replace(share=(k, *m.share[1:]), recompute=level, val_piece=piece)
+        plan = memory_plan(s, m)
+        needed = sum(plan.values())
+        if needed <= room:
+            note = ", ".join(f"{name} {size >> 20:,}" for name, size in plan.items())
+            return m._replace(notes=(
+                *m.notes, f"memory plan, MiB: {note}; in all {needed >> 20:,} of {room >> 20:,} "
+                f"with {k} units a micro-batch, recompute {level}, validation {piece:,} tokens"))
     raise UserError(f"GPU memory: even {k} units with recompute {level} need {needed >> 20:,} MiB, "
                     f"{room >> 20:,} are there; close what else uses the GPU, or try "
                     "--micro_batch=1 --recompute=blocks --head_chunk=1024")
@@ -1503,12 +1506,10 @@ class Run:
                 break
             except torch.OutOfMemoryError:
                 m, piece = self.machine, up_to(self.machine.val_piece // 2, BLOCK)
-                if piece <= look_back(self.s):
+                if piece <= look_back(self.s) or world > 1:  # others cut theirs as before
                     raise
             torch.cuda.empty_cache()         # here nothing holds the tensors of the attempt
-            self.val_data.cut(piece)
-            head = m.head._replace(chunk=max(128, m.head.chunk // 2))
-            self.use(m._replace(val_piece=piece, head=head))
+            self.use(m._replace(val_piece=piece))  # not the head: training would compile again
         if world > 1:
             dist.all_reduce(total)
         return total.item() / self.s.val_tokens
@@ -1517,8 +1518,8 @@ class Run:
         """Take `machine` for all that follows."""
         self.machine, self.model.recompute = machine, machine.recompute == "blocks"
         self.optimizer.compile = machine.compile
-        light = machine.recompute == "light"  # what costs little: mostly the MLP's activations
-        torch._functorch.config.activation_memory_budget = 0.7 if light else 1.0
+        self.val_data.cut(machine.val_piece)
+        torch._functorch.config.activation_memory_budget = {"light": 0.7}.get(machine.recompute, 1)
         if machine.attention in ("FA3", "FA4"):
             torch.nn.attention.activate_flash_attention_impl(machine.attention)
         elif machine.device.type == "cuda":
@@ -1567,16 +1568,13 @@ class Run:
                 self.try_attention(there)
             if m.head.kind == "auto":
                 self.try_heads(there)
-            del there
             for stage in self.stages[:-1]:
                 self.step(stage.first_step, [lambda: batch] * 2)
             for stage in self.stages:
                 self.val_losses(0, stage)
             return True
         except torch.OutOfMemoryError:
-            m = self.machine
-            now = sum(memory_plan(s, m.head, m.share[0], m.recompute, m.val_piece).values())
-            smaller = fit_memory(s, m, now - 1)
+            smaller = fit_memory(s, self.machine, sum(memory_plan(s, self.machine).values()) - 1)
             why = f"out of memory, so {smaller.notes[-1]}"
         except torch._dynamo.exc.TorchDynamoException as error:
             if s.compile == "on" or not m.compile:
@@ -1594,6 +1592,7 @@ class Run:
         random = torch.get_rng_state()
         while not self.meet_graphs():
             torch.cuda.empty_cache()         # here nothing holds the tensors of the attempt
+            torch._dynamo.reset()            # what is compiled does not notice a new budget
         torch.set_rng_state(random)
         for name, tensor in self.state().items():
             tensor.copy_(before[name])
@@ -1719,13 +1718,14 @@ def prepare(machine: Machine, s: Settings) -> None:
     if machine.device.type == "cuda":
         torch.cuda.set_device(machine.device)
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # less fragmentation
+        if not machine.compile:              # torch 2.13 has products in Triton, which may not work
+            torch._native.triton_utils.deregister_op_overrides()
     else:
         torch.set_num_threads(s.threads or max(1, cores() // world))
         torch.use_deterministic_algorithms(True)  # compiled code sums with atomics otherwise
         torch.utils.deterministic.fill_uninitialized_memory = False
     torch._dynamo.config.recompile_limit = 64  # one compiled function serves many shapes
-    kept = Path.home() / ".cache" / "train_gpt"  # the default is below /tmp, lost at every start
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
     if world > 1:
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
 

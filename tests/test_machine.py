@@ -168,7 +168,7 @@ def test_the_plan_falls_with_every_step_back_and_ends_in_one_line():
     with pytest.raises(t.UserError) as refusal:
         while True:
             m = t.fit_memory(FINEWEB, m, room)
-            plan = t.memory_plan(FINEWEB, m.head, m.share[0], m.recompute, m.val_piece)
+            plan = t.memory_plan(FINEWEB, m)
             room = sum(plan.values()) - 1
             seen.append((m.share[0], m.recompute))
     assert seen == [(3, "off"), (2, "off"), (1, "off"), (1, "light"), (1, "blocks")] or (
@@ -176,8 +176,26 @@ def test_the_plan_falls_with_every_step_back_and_ends_in_one_line():
     assert "close what else uses the GPU" in refusal.value.line
 
 
+def test_a_micro_batch_that_divides_no_step_becomes_one_that_does():
+    s = replace(FINEWEB, micro_batch=5)       # of 24 units
+    m = t.fit_memory(s, machine_of("H200", s)._replace(share=(4, 0, 1)), 130 * GIB)
+    assert m.share[0] == 4
+
+
+def test_validation_takes_smaller_pieces_before_training_recomputes():
+    m = machine_of("H100")._replace(val_piece=1 << 20)
+    room = sum(t.memory_plan(FINEWEB, m._replace(share=(3, 0, 1), val_piece=65536)).values())
+    fitted = t.fit_memory(FINEWEB, m, room)
+    assert (fitted.share[0], fitted.recompute) == (3, "off") and fitted.val_piece < 1 << 20
+    asked = t.fit_memory(replace(FINEWEB, val_piece=1 << 20), m, 40 * GIB)
+    assert asked.val_piece == 1 << 20
+    small = m._replace(val_piece=2 * 8192)    # a half would not reach back as far as windows do
+    with pytest.raises(t.UserError):
+        t.fit_memory(FINEWEB, small, 5 * GIB)
+
+
 def test_plan_counts_parameters_and_state_exactly():
-    plan = t.memory_plan(FINEWEB, machine_of("H100").head, 1, "off", 65536)
+    plan = t.memory_plan(FINEWEB, machine_of("H100"))
     model = t.GPT(FINEWEB)
     optimizer = t.Optimizer(model, FINEWEB, False)
     assert plan["parameters"] == plan["gradients"] == sum(
@@ -210,7 +228,7 @@ def test_out_of_memory_in_validation_takes_smaller_pieces_and_the_same_loss(monk
     run, pieces = Run(s, t.choose_machine(s)), []
     for p in run.model.parameters():
         p.data.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.3)
-    whole, plain = run.validate(0), Run.val_losses
+    whole, plain, before = run.validate(0), Run.val_losses, run.machine.head
 
     def val_losses(self, group, stage):
         pieces.append(self.machine.val_piece)
@@ -222,6 +240,7 @@ def test_out_of_memory_in_validation_takes_smaller_pieces_and_the_same_loss(monk
     assert math.isclose(run.validate(0), whole, rel_tol=1e-6)
     assert pieces[:3] == [2048, 2048, 1024] and set(pieces) == {2048, 1024, 512}
     assert run.machine.val_piece == 512 and run.val_data.room == 512
+    assert run.machine.head == before  # else training would compile again, within the clock
 
 
 @pytest.mark.parametrize("k, recompute", [(1, "off"), (2, "off"), (4, "off"), (1, "blocks"),

@@ -121,11 +121,12 @@ def symmetric(n: int) -> None:
         print(f"symmetric products of {list(shape)}, n = {n}; FLOPs counted as bmm's")
         medians = show(in_turns({
             "X X^T by bmm": lambda: torch.bmm(bank, bank.mT),
-            "X X^T by ours": lambda: t.symmetric(bank)}, n), 2 * bank.numel() * shape[1])
+            "X X^T by ours": lambda: t.symmetric_op(bank, None, 1.0, 1.0)}, n),
+            2 * bank.numel() * shape[1])
         show(in_turns({
             "b A + c A A by baddbmm": lambda: torch.baddbmm(square, square, square, beta=-2.0,
                                                             alpha=0.5),
-            "b A + c A A by ours": lambda: t.symmetric(square, square, -2.0, 0.5)}, n),
+            "b A + c A A by ours": lambda: t.symmetric_op(square, square, -2.0, 0.5)}, n),
             2 * square.numel() * shape[1])
         print(f"  bmm / ours: {medians['X X^T by bmm'] / medians['X X^T by ours']:.2f}")
         polar = torch.compile(t.polar_express, dynamic=False)
