@@ -470,7 +470,7 @@ def test_killed_at_random_moments(whole, tmp_path):
             workers.update(children(process.pid))
             time.sleep(0.02)
         process.kill()
-        process.communicate()
+        process.communicate(timeout=60)      # until no worker holds the other end
         if out.exists():
             assert sha256s(out) == expected
             shutil.rmtree(out)
