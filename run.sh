@@ -2,8 +2,8 @@
 # ./run.sh                       set up on first use, then train: track fineweb if there are a CUDA
 #                                device and FineWeb shards, else track tiny
 # ./run.sh --seed=1 --name=Mine  every argument goes to train_gpt.py; ./run.sh --help lists them
-# ./run.sh --runs=10 --name=Mine a record: runs of seeds 0 to 9, judged and compared; goes on where it
-#                                was (records/run_set.py says more)
+# ./run.sh --runs=10 --name=Mine a record: runs of seeds 0 to 9, judged and compared; goes on
+#                                where it was (records/run_set.py says more)
 # ./run.sh --nproc_per_node=2    two processes, through torchrun
 # ./run.sh test [...]            the tests; arguments go to pytest
 # ./run.sh WORD [...]            runs tools/WORD.py; each of them has --help

@@ -129,7 +129,7 @@ def test_fineweb_shards_are_checked_against_their_manifest(tmp_path, capsys):
              "--extra_steps=0", "--tokens_per_step=16384", "--val_tokens=30000")
     code, lines = doctor(capsys, *small)
     assert code == 0, lines
-    assert "16,384 are read" in texts(lines, "shards")[0]
+    assert "16,384 in the schedule" in texts(lines, "shards")[0]
     assert "needed for shards" in texts(lines, "disk")[0]
     path = tmp_path / "fineweb_train_000001.bin"
     data = bytearray(path.read_bytes())

@@ -137,8 +137,8 @@ def shards(s: t.Settings) -> Iterator[Line]:
     except t.UserError as error:
         yield Line("fail", "shards", error.line)
         return
-    yield Line("ok", "shards", f"{folder}: {train.units * s.unit_tokens:,} tokens to train on, of "
-               f"which {t.total_steps(s) * s.tokens_per_step:,} are read; validation "
+    yield Line("ok", "shards", f"{folder}: {train.units * s.unit_tokens:,} tokens to train on, "
+               f"{t.total_steps(s) * s.tokens_per_step:,} in the schedule; validation "
                f"{val.path.name}, sha256 {val.sha256[:12]}..")
 
 def choices(s: t.Settings, m: t.Machine) -> Iterator[Line]:
@@ -149,7 +149,7 @@ def choices(s: t.Settings, m: t.Machine) -> Iterator[Line]:
                f"recompute {m.recompute}; at once: {m.head.chunk:,} tokens in the head, "
                f"{m.val_piece:,} in validation")
     if cuda:
-        plan = t.memory_plan(s, m.head, m.share[0], m.recompute, m.val_piece)
+        plan = t.memory_plan(s, m)
         for name, size in plan.items():
             yield Line("ok", "memory", f"{size >> 20:>8,} MiB {name}")
         yield Line("ok", "memory", f"{sum(plan.values()) >> 20:>8,} MiB of "
@@ -194,7 +194,7 @@ def here(s: t.Settings) -> Iterator[Line]:
     except t.UserError as error:
         yield Line("fail", "plan", error.line)
         return
-    plan = t.memory_plan(s, m.head, 1, m.recompute, m.val_piece)
+    plan = t.memory_plan(s, m)
     records = Path(s.records_dir) if s.records_dir else ROOT / "records"
     yield space(records, plan["parameters"] + plan["optimizer"], "a checkpoint")
     yield estimate(s, m, t.environment(m)["device"])
