@@ -506,7 +506,8 @@ def read_set(path: Path) -> list[Run]:
 
 
 def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser(prog="compare.py", usage="compare.py PATH ... [options]",
+                                     description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", metavar="PATH", nargs="*", type=Path, help="a log, or a folder")
     parser.add_argument("--by", choices=KEYS, default="record", help="what makes a group")

@@ -213,8 +213,8 @@ def conclude(folder: Path, settings: Settings, parent: str, changed: list[str]) 
     write_up(folder, settings.name, parent, "To be judged.\n")
     code, evidence = 1, ""
     questions = [("verify.py", "--program", short(folder))]
-    if parent != "none" and (HERE / "compare.py").exists():
-        questions.append(("compare.py", short(folder), f"{folder.parent.name}/{parent}"))
+    if parent != "none":
+        questions.append(("compare.py", f"{folder.parent.name}/{parent}", short(folder)))
     for name, *words in questions:
         found, answer = tool(name, *words, folder=folder)
         code = found if name == "verify.py" else code
