@@ -23,8 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 import compare  # noqa: E402
 import logs  # noqa: E402
-from compare import Group, SpeedUp  # noqa: E402
+import speedup  # noqa: E402
+from compare import Group  # noqa: E402
 from logs import Run, Validation  # noqa: E402
+from speedup import SpeedUp  # noqa: E402
 
 RECORD = ROOT / "records" / "2026-12-01_TinyBaseline"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -112,10 +114,10 @@ def test_interval_by_hand_where_one_side_has_no_spread():
     """Then Fieller's interval is that of the other mean: +- t s / sqrt n, n - 1 degrees."""
     times = [98.0, 100.0, 102.0]
     half = stats.t.ppf(0.975, 2) * 2 / math.sqrt(3)
-    found = compare.speed_up([200.0] * 4, times)
+    found = speedup.speed_up([200.0] * 4, times)
     assert (found.ratio, found.low, found.high) == pytest.approx((2, 200 / (100 + half),
                                                                   200 / (100 - half)))
-    found = compare.speed_up(times, [200.0] * 4)
+    found = speedup.speed_up(times, [200.0] * 4)
     assert (found.low, found.high) == pytest.approx(((100 - half) / 200, (100 + half) / 200))
 
 
@@ -126,7 +128,7 @@ TIMES = st.lists(st.integers(900, 1100).map(lambda value: value / 10), min_size=
 @settings(deadline=None)
 @given(TIMES, TIMES)
 def test_interval_is_where_scipys_welch_test_stands_at_five_per_cent(base, new):
-    found = compare.speed_up(base, new)
+    found = speedup.speed_up(base, new)
     if len(set(base)) == len(set(new)) == 1:
         assert found == SpeedUp(statistics.fmean(base) / statistics.fmean(new))
         return
@@ -143,29 +145,29 @@ def test_interval_is_where_scipys_welch_test_stands_at_five_per_cent(base, new):
 def test_interval_holds_the_true_ratio_in_about_95_of_100_cases():
     rng, held, cases = random.Random(0), 0, 1500
     for _ in range(cases):
-        found = compare.speed_up([rng.gauss(120, 3) for _ in range(8)],
+        found = speedup.speed_up([rng.gauss(120, 3) for _ in range(8)],
                                  [rng.gauss(100, 1) for _ in range(5)])
         held += found.low <= 1.2 <= found.high
     assert abs(held / cases - 0.95) < 4 * math.sqrt(0.95 * 0.05 / cases)
 
 
 def test_open_interval_and_too_few_times():
-    assert (wide := compare.speed_up([1.0, 100.0], [1.0, 100.0])).low == 0 and wide.high == math.inf
+    assert (wide := speedup.speed_up([1.0, 100.0], [1.0, 100.0])).low == 0 and wide.high == math.inf
     for base, new in (([2.0], [1.0, 1.0]), ([2.0, 2.0], [1.0]), ([2.0, 2.0], [1.0, 1.0])):
-        assert compare.speed_up(base, new) == SpeedUp(2.0)
-    assert compare.speed_up([], [1.0]) == SpeedUp()
+        assert speedup.speed_up(base, new) == SpeedUp(2.0)
+    assert speedup.speed_up([], [1.0]) == speedup.speed_up([0.0, 1.0], [1.0, 2.0]) == SpeedUp()
 
 
 def test_more_runs_by_hand():
     """Mean 0.001 below the target with sd 0.001: t = sqrt n. t(0.99, 8 and 7) = 2.896 and 2.998."""
     losses = [3.279 - 0.001, 3.279, 3.279 + 0.001]
     assert 2.896 < math.sqrt(9) and math.sqrt(8) < 2.998
-    assert compare.more_runs(losses, 3.28) == 9 - 3
-    assert compare.more_runs(losses, 3.30) == 0
-    assert compare.more_runs(losses, 3.279 - 1e-9) == math.inf     # the mean is above
-    assert compare.more_runs(losses, 3.279 + 1e-6) == math.inf     # millions would do
-    assert compare.more_runs([3.27], 3.28) is compare.more_runs([3.27, 3.27], 3.28) is None
-    assert compare.more_runs([3.27, math.nan], 3.28) is None
+    assert speedup.more_runs(losses, 3.28) == 9 - 3
+    assert speedup.more_runs(losses, 3.30) == 0
+    assert speedup.more_runs(losses, 3.279 - 1e-9) == math.inf     # the mean is above
+    assert speedup.more_runs(losses, 3.279 + 1e-6) == math.inf     # millions would do
+    assert speedup.more_runs([3.27], 3.28) is speedup.more_runs([3.27, 3.27], 3.28) is None
+    assert speedup.more_runs([3.27, math.nan], 3.28) is None
 
 
 def curve(*points: tuple[float, float | None]) -> Run:
@@ -181,7 +183,7 @@ def curve(*points: tuple[float, float | None]) -> Run:
     (((4.0, 1_000), (3.0, 2_000), (3.5, 3_000), (3.1, 4_000)), 1.75),    # the first time
     (((4.0, 10_000), (3.26, 20_000)), None), ((), None), (((3.0, None),), None)])
 def test_time_to_target(points, seconds):
-    assert compare.time_to_target(curve(*points), 3.25) == seconds
+    assert speedup.time_to_target(curve(*points), 3.25) == seconds
 
 
 # ---- verdicts ------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ def test_not_valid_says_which_and_why_and_what_is_lacking():
     a, slow = valid_group(100), group([3.277, 3.279, 3.2815], [90, 91, 92], "B")
     for found in (verdict(slow, a), verdict(a, slow)):
         assert found.word == "not valid" and "times as fast" in found.reason
-        lacking = compare.more_runs(slow.losses, 3.28)
+        lacking = speedup.more_runs(slow.losses, 3.28)
         assert ("B: p = 0.29 for a mean loss below 3.28 (< 0.01 is needed; at this mean and sd "
                 f"{lacking} more runs would do)") in found.reason and lacking > 9
     reasons = {
