@@ -156,7 +156,7 @@ def why_not_valid(group: Group, target: float) -> str:
     need = (f"at this mean and sd {lacking:,} more runs would do" if lacking < math.inf else
             f"at this mean and sd {MOST_RUNS:,} runs would not do" if mean(losses) < target else
             "the mean is not below it")
-    return f"p = {p:.2g} for a mean loss below {target:g} (< {verify.MAX_P} is needed; {need})"
+    return f"p = {p:.3g} for a mean loss below {target:g} (< {verify.MAX_P} is needed; {need})"
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def alone(group: Group, given: float | None) -> Verdict:
                        f"targets {listed(targets)} in one group")
     if reason := why_not_valid(group, targets[0]):
         return Verdict("not valid", reason)
-    return Verdict("valid", f"p = {verify.p_value(group.losses, targets[0]):.2g} for a mean loss "
+    return Verdict("valid", f"p = {verify.p_value(group.losses, targets[0]):.3g} for a mean loss "
                    f"below {targets[0]:g}")
 
 
@@ -264,7 +264,7 @@ def group_cells(row: dict) -> dict[str, str]:
     if row["speed_up_low"] is not None:
         speed += f" ({row['speed_up_low']:.4f} to {row['speed_up_high']:.4f})"
     return {"group": row["group"], "n": f"{row['n']} + {cut} cut" if cut else f"{row['n']}",
-            "loss": pair(row, "loss", ".5f"), "p": show(row["p"], ".2g"),
+            "loss": pair(row, "loss", ".5f"), "p": show(row["p"], ".3g"),
             "timed s": pair(row, "seconds", ",.3f"), "speed-up": speed,
             "to target s": show(row["to_target_s"], ",.1f"), "steps": row["steps"],
             "M tokens": show(tokens, ",.1f"), "tokens/s": show(row["tokens_per_s"], ",.0f"),
@@ -336,8 +336,7 @@ def board_rows(records: Path) -> list[dict]:
         if accepted(folder):
             group = Group(folder.name, tuple(read_set(folder)))
             row = group_row(group, alone(group, None), None)
-            rows.append(row | {"record": folder.name, "source": f"[logs]({folder.name})",
-                               "note": ""})
+            rows.append(row | {"record": folder.name, "source": folder.name, "note": "logs"})
     return rows
 
 
@@ -363,7 +362,7 @@ def leaderboard(records: Path) -> str:
         lines += [*as_markdown([{
             "record": row["record"], "timed training, s": pair(row, "seconds", ",.1f"),
             "final loss, nats per token": pair(row, "loss", ".4f"), "n": str(row["n"]),
-            "p": board_p(row), "source": f"{row['source']} {row['note']}".strip()}
+            "p": board_p(row), "source": f"[{row['note'] or 'source'}]({row['source']})"}
             for row in here]), ""]
     return "\n".join([BEGIN, "", *lines, END])
 

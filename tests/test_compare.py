@@ -8,6 +8,7 @@ import io
 import json
 import math
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -202,7 +203,7 @@ def test_not_valid_says_which_and_why_and_what_is_lacking():
     for found in (verdict(slow, a), verdict(a, slow)):
         assert found.word == "not valid" and "times as fast" in found.reason
         lacking = speedup.more_runs(slow.losses, 3.28)
-        assert ("B: p = 0.29 for a mean loss below 3.28 (< 0.01 is needed; at this mean and sd "
+        assert ("B: p = 0.294 for a mean loss below 3.28 (< 0.01 is needed; at this mean and sd "
                 f"{lacking} more runs would do)") in found.reason and lacking > 9
     reasons = {
         "no p from 1 run, whose loss is 3.27000 against 3.28": group([3.27], [90]),
@@ -404,3 +405,65 @@ def test_leaderboard_is_up_to_date():
     done = subprocess.run([sys.executable, str(ROOT / "records/compare.py"), "--leaderboard",
                            "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def board(tmp_path) -> Path:
+    """README.md of a records folder with the committed record and a set that is none."""
+    shutil.copytree(RECORD, tmp_path / RECORD.name)
+    shutil.copytree(RECORD, forged := tmp_path / "2026-12-02_Forged")
+    next(forged.glob("train_gpt_*.py")).write_text("raise SystemExit('another program')\n")
+    readme = tmp_path / "README.md"
+    readme.write_text(f"Before.\n{compare.BEGIN}\n{compare.END}\nEnd.\n")
+    return readme
+
+
+def test_leaderboard_is_written_and_found_stale(board, capsys):
+    assert compare.write_board(board, check=True) == 1
+    assert "stale; python records/compare.py --leaderboard renews it" in capsys.readouterr().out
+    assert compare.write_board(board, check=False) == 0
+    text = board.read_text()
+    assert text.startswith("Before.\n") and text.endswith("\nEnd.\n")
+    assert "| 2026-12-01_TinyBaseline | 137.9 +- 11.5 | 3.5408 +- 0.0046 | 10 | 1.6e-07 |" in text
+    said = capsys.readouterr().err
+    assert "Forged" not in text and "left out: 2026-12-02_Forged: NOT VALID: 10 refusal(s)" in said
+    assert compare.write_board(board, check=True) == 0
+    assert compare.write_board(board, check=False) == 0 and board.read_text() == text
+    board.write_text(text.replace("137.9", "99.9"))
+    assert compare.write_board(board, check=True) == 1
+
+
+def test_one_table_for_each_track_target_and_hardware(board):
+    parts = compare.leaderboard(board.parent).split("\n### ")[1:]
+    heads = [part.splitlines()[0] for part in parts]
+    assert len(set(heads)) == len(heads) == 3
+    assert [head.split(": ")[0] for head in heads] == ["fineweb, target 3.28"] * 2 + [
+        "tiny, target 3.56"]
+    assert heads[0].endswith(": 1 x NVIDIA GeForce RTX 4090") and heads[1].endswith(f": 1 x {H100}")
+    slow = [line.split(" | ") for line in parts[0].splitlines()[4:6]]
+    assert [row[4] for row in slow] == ["misses the target"] * 2
+    rows = [line.split(" | ") for line in parts[1].splitlines()[4:7]]
+    assert [row[1] for row in rows] == ["595.2 +- 0.7", "728.0", "812.8"]
+    assert [row[4] for row in rows] == ["0.00029", "one run: none", "one run: none"]
+
+
+def test_leaderboard_without_its_place(board, capsys):
+    board.write_text(f"{compare.BEGIN}\n")
+    assert compare.write_board(board, check=False) == 2
+    assert capsys.readouterr().err.startswith(f"compare.py: {board}: expected the lines ")
+
+
+def test_published_runs_are_whole_and_sourced():
+    with (ROOT / "records/published.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert row["source"].startswith("https://") and row["track"] in compare.verify.TRACKS
+        assert float(row["target"]) == compare.verify.TRACKS[row["track"]]["target_loss"]
+        assert (row["n"] == "1") == (row["loss_sd"] == "") == (row["seconds_sd"] == "")
+    losses, times = PREFIX
+    for name, figure in (("loss_mean", statistics.fmean(losses)),
+                         ("loss_sd", statistics.stdev(losses)),
+                         ("seconds_mean", statistics.fmean(times) / 1000),
+                         ("seconds_sd", statistics.stdev(times) / 1000)):
+        unit = Decimal(rows[0][name]).as_tuple().exponent
+        assert float(rows[0][name]) == round(figure, -unit), name
