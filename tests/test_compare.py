@@ -177,6 +177,8 @@ def curve(*points: tuple[float, float | None]) -> Run:
 
 @pytest.mark.parametrize("points, seconds", [
     (((4.0, 10_000), (3.0, 20_000)), 17.5),
+    (((6.0, 0), (4.0, 10_000), (3.0, 20_000)), 17.5),
+    (((4.0, 10_000), (3.25, 20_000)), 20),
     (((4.0, 0), (3.25, 8_000), (3.0, 9_000)), 8),
     (((3.0, 5_000),), 5),                               # the first is already there
     (((4.0, 10_000), (math.nan, 15_000), (3.0, 20_000)), 17.5),
@@ -191,9 +193,9 @@ def test_time_to_target(points, seconds):
 
 def test_faster_slower_and_not_distinguishable():
     a, quick = valid_group(100, "A"), valid_group(99, "B")
-    same = valid_group(100.01, "C")
+    near = [valid_group(seconds, "C") for seconds in (100.01, 99.99)]
     assert verdict(quick, a).word == "faster" and verdict(a, quick).word == "slower"
-    assert verdict(same, a).word == "not distinguishable"
+    assert {verdict(one, a).word for one in near} == {"not distinguishable"}
     assert verdict(quick, a).speed.ratio == pytest.approx(100 / 99)
     assert "1.0101 times as fast (95% interval 1.00" in verdict(quick, a).reason
 
@@ -445,6 +447,15 @@ def test_one_table_for_each_track_target_and_hardware(board):
     rows = [line.split(" | ") for line in parts[1].splitlines()[4:7]]
     assert [row[1] for row in rows] == ["595.2 +- 0.7", "728.0", "812.8"]
     assert [row[4] for row in rows] == ["0.00029", "one run: none", "one run: none"]
+
+
+def test_what_misses_the_target_comes_last_however_fast(board, monkeypatch):
+    head, first, *_ = (ROOT / "records/published.csv").read_text().splitlines()
+    quick = first.replace("3.27782", "3.29").replace("595.2135", "99.5")
+    (board.parent / "published.csv").write_text("\n".join((head, quick, first)))
+    monkeypatch.setattr(compare, "HERE", board.parent)
+    text = compare.leaderboard(board.parent)
+    assert 0 < text.index("595.2") < text.index("99.5 +- 0.7 | 3.2900") < text.index("misses the")
 
 
 def test_leaderboard_without_its_place(board, capsys):
