@@ -36,7 +36,7 @@ from pathlib import Path
 import logs
 import verify
 from logs import Run
-from speedup import MOST_RUNS, SpeedUp, mean, more_runs, sd, speed_up, time_to_target
+from speedup import MOST_RUNS, SpeedUp, mean, more_runs, sd, sound, speed_up, time_to_target
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- compare.py --leaderboard: begin -->", "<!-- compare.py --leaderboard: end -->"
@@ -96,7 +96,7 @@ class Group:
     @property
     def seconds(self) -> list[float]:
         """Timed training of the complete runs."""
-        return [run.time_ms / 1000 for run in self.complete if run.time_ms is not None]
+        return [run.time_ms / 1000 for run in self.complete if sound(run.time_ms)]
 
     @property
     def tokens(self) -> list[float]:
@@ -142,7 +142,7 @@ def why_not_valid(group: Group, target: float) -> str:
     cut, losses = len(group.runs) - len(group.complete), group.losses
     if cut:
         return f"{cut} of {len(group.runs)} runs incomplete"
-    if not all(map(math.isfinite, losses)):
+    if not all(map(sound, losses)):
         return "a final loss is not finite"
     if not losses:
         return "no run has a final loss"
@@ -213,7 +213,7 @@ def group_row(group: Group, verdict: Verdict, given: float | None) -> dict:
     reached = [time for run in group.complete
                if (time := time_to_target(run, target)) is not None]
     rates = [run.last_step * run.tokens_per_step / run.time_ms * 1000 for run in group.complete
-             if run.tokens_per_step and run.time_ms]
+             if run.tokens_per_step and sound(run.time_ms) and run.time_ms > 0]
     versions = distinct(name for run in group.runs for name in run.versions)
     speed = verdict.speed
     return {

@@ -20,13 +20,18 @@ LEVEL = 0.95             # of the interval of a speed-up
 MOST_RUNS = 10_000       # more are not planned for
 
 
+def sound(value: float | None) -> bool:
+    """Is it there, finite, and small enough to stay so?"""
+    return value is not None and abs(value) < verify.TOO_LARGE
+
+
 def sd(values: list[float]) -> float | None:
-    """Standard deviation with n - 1; None for fewer than two values, or where one is not finite."""
-    return statistics.stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
+    """Standard deviation with n - 1; None for fewer than two values, or where one is not sound."""
+    return statistics.stdev(values) if len(values) > 1 and all(map(sound, values)) else None
 
 
 def mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+    return statistics.fmean(values) if values and all(map(sound, values)) else None
 
 
 def time_to_target(run: Run, target: float) -> float | None:
@@ -36,7 +41,7 @@ def time_to_target(run: Run, target: float) -> float | None:
     """
     before = None
     for val in run.validations:
-        if val.time_ms is None or not math.isfinite(val.loss):
+        if not sound(val.time_ms) or not sound(val.loss):
             continue
         if val.loss <= target:
             if before is None:

@@ -184,6 +184,7 @@ def curve(*points: tuple[float, float | None]) -> Run:
     (((4.0, 10_000), (math.nan, 15_000), (3.0, 20_000)), 17.5),
     (((4.0, 10_000), (3.5, None), (3.0, 20_000)), 17.5),
     (((4.0, 1_000), (3.0, 2_000), (3.5, 3_000), (3.1, 4_000)), 1.75),    # the first time
+    (((math.inf, 0), (4.0, 10_000), (3.0, 20_000), (3.0, math.inf)), 17.5),
     (((4.0, 10_000), (3.26, 20_000)), None), ((), None), (((3.0, None),), None)])
 def test_time_to_target(points, seconds):
     assert speedup.time_to_target(curve(*points), 3.25) == seconds
@@ -212,6 +213,7 @@ def test_not_valid_says_which_and_why_and_what_is_lacking():
         "the mean is not below it": group([3.29, 3.28], [90, 91]),
         "all losses are equal": group([3.27, 3.27], [90, 91]),
         "a final loss is not finite": group([3.27, math.nan], [90, 91]),
+        "a final loss is not": group([3.27, 1e308, 1e308], [90, 91, 1e308]),
         "10,000 runs would not do": group([3.2699, 3.28999], [90, 91]),
         "1 of 7 runs incomplete": Group("B", (*valid_group(90).runs, make(complete=False))),
         "2 of 2 runs incomplete": group([3.27, 3.26], [9, 9], complete=False),
@@ -365,6 +367,23 @@ def test_rows_of_runs(told):
     assert told(PAIR, "--runs")[1][0].split() == COLUMNS.split(",")
 
 
+def test_rows_of_the_published_runs_are_as_expected(shared, capsys):
+    folder = shared / "upstream_logs"
+    assert compare.main([str(folder), "--runs", "--format=csv"]) == 0
+    found = {(row["path"], row["run_index"]): row
+             for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+    with (folder / "expected.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert ",".join(rows[0]) == COLUMNS and len(found) == len(rows) > 50
+    for row in rows:
+        other = found[row["path"], row["run_index"]]
+        for name, value in row.items():
+            try:
+                assert float(other[name]) == float(value), (row["path"], name)
+            except ValueError:
+                assert other[name] == value, (row["path"], name)
+
+
 def test_a_run_counts_once_however_often_it_is_named(told):
     runs = list(PAIR[0].runs)
     groups = [Group("A", tuple(runs)), Group("A2", tuple(runs[:3]))]
@@ -380,6 +399,14 @@ def test_what_was_cut_short_and_put_apart_is_no_part_of_the_set(told):
 def test_lines_without_a_place_are_reported(told):
     _, lines = told([valid_group(100, unplaced=2)])
     assert lines[-1].endswith(" [12 lines could not be placed]")
+
+
+def test_picture_and_page(told, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture, page = tmp_path / "out.png", tmp_path / "out.html"
+    _, lines = told(PAIR, f"--plot={picture}", f"--html={page}")
+    assert picture.read_bytes().startswith(b"\x89PNG") and lines[5] in page.read_text()
+    assert all(f'">{name}</th>' in page.read_text() for name in ("timed s", "torch"))
 
 
 @pytest.mark.parametrize("words, line", [
