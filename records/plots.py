@@ -100,8 +100,8 @@ def plain(text: str) -> str:
 
 
 def sound(value: float | None) -> bool:
-    """Is it there, finite, and small enough to stay so?"""
-    return value is not None and abs(value) < verify.TOO_LARGE
+    """A loss or time that a run can have: there, not negative, and finite with room to add up."""
+    return value is not None and 0 <= value < verify.TOO_LARGE
 
 
 # -------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def paint_curves(ax: "Axes", found: list, label: str, scale: float, target: floa
         tops += [max(y[x >= EARLY * x[-1]]) for x, y in curves]
         lows += [min(y) for _, y in curves]
     ax.axhline(target, color="#444444", linewidth=1, label=f"target {target:g}")
-    margin = 0.05 * (max(tops) - min(lows)) or 0.1
+    margin = 0.05 * (max(tops) - min(lows)) or max(0.1, 0.1 * target)
     ax.set_ylim(min(lows) - margin, max(tops) + margin)
     ax.set(xlabel=label, ylabel="validation loss, nats per token")
     ax.grid(alpha=0.3)
@@ -386,15 +386,16 @@ def draw(groups: Sequence[Group], path: Path, history: History | None = None) ->
 
 STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif; }
-body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
+body { max-width: 80rem; margin: 2rem auto; padding: 0 1rem; }
 html { background: Canvas; color: CanvasText; }
-.wide { overflow-x: auto; }
+.wide, figure { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.875rem; }
 th, td { padding: 0.25rem 0.75rem; border-bottom: 1px solid GrayText; text-align: left; }
-td { overflow-wrap: anywhere; min-width: 4rem; }
-li { overflow-wrap: anywhere; }
+th, td { white-space: nowrap; }
+td:first-child { white-space: normal; min-width: 12rem; }
+td, li { overflow-wrap: anywhere; }
 figure { margin: 2rem 0; }
-img { width: 100%; max-width: 50rem; height: auto; background: white; }
+img { width: 100%; min-width: 40rem; max-width: 50rem; height: auto; background: white; }
 @media (prefers-color-scheme: dark) { img { filter: invert(0.9) hue-rotate(180deg); } }
 """
 # Even if a name of a log got through as markup, this would let no script run and nothing be fetched

@@ -3,6 +3,7 @@ import base64
 import builtins
 import html
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ from logs import Run, Step, Validation  # noqa: E402
 
 H100 = "NVIDIA H100 80GB HBM3"
 HOSTILE = ["<script>document.title='owned'</script>", '"><img src=x onerror=alert(1)>', "$\\frac{$",
-           "_hidden", "\udcff\u2028 snowman \u2603", "x" * 500]
+           "_hidden", "\udcff\u2028 \u4e2d", "x" * 500]
 
 
 def make(seed: int = 0, loss: float = 3.27, step_ms: float = 100.0, **more) -> Run:
@@ -115,8 +116,9 @@ def test_what_is_missing_is_said():
     assert any("B (n = 3): no step lines" in text.get_text()
                for text in found["Time of a step"].texts)
     assert list(axes_of([silent])) == ["Loss against steps", "Loss against timed training"]
-    cut = SimpleNamespace(name="C", runs=(make(), make(complete=False)))
-    assert legend(axes_of([cut])["Loss against steps"])[0] == "C (n = 1, 1 cut short not drawn)"
+    cut = SimpleNamespace(name="C", runs=(make(), make(1, complete=False)))
+    ax = axes_of([cut])["Loss against steps"]
+    assert legend(ax)[0] == "C (n = 1, 1 cut short not drawn)" and not ax.collections
     only = SimpleNamespace(name="C", runs=(make(complete=False),))
     assert legend(axes_of([only])["Loss against steps"])[0] == "C (n = 1, cut short)"
 
@@ -220,6 +222,24 @@ def test_hostile_names_are_drawn_as_text(tmp_path, recwarn):
     assert not [str(warning.message) for warning in recwarn]
     labels = legend(axes_of([group(name) for name in HOSTILE])["Loss against steps"])
     assert len(labels) == len(HOSTILE) + 1 and max(map(len, labels)) < 70
+
+
+@pytest.mark.parametrize("seed", (1, 5))
+def test_numbers_that_make_no_sense_are_no_traceback(seed, tmp_path, recwarn):
+    rng = random.Random(seed)
+    odd = [0, 1, -1, 1e-300, 1e19, 1e300, -1e300, math.nan, math.inf, None, 3.28, 100, 5e5]
+
+    def run(at: int) -> Run:
+        vals = tuple(Validation(rng.randrange(100), rng.choice(odd[:9]), rng.choice(odd))
+                     for _ in range(rng.randrange(6)))
+        steps = tuple(Step(rng.randrange(100), None, rng.choice(odd)) for _ in range(8))
+        more = {name: rng.choice(odd) for name in ("time_ms", "tokens_per_step", "target")}
+        return make(at, validations=vals, steps=steps, complete=at > 0, **more)
+    groups = [SimpleNamespace(name=f"2026-01-0{day}_A", runs=(make(), run(0), run(1), run(2)))
+              for day in range(1, 4)]
+    plots.draw(groups, tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    assert not [str(warning.message) for warning in recwarn]
 
 
 class Page(HTMLParser):
