@@ -224,7 +224,7 @@ def test_hostile_names_are_drawn_as_text(tmp_path, recwarn):
     assert len(labels) == len(HOSTILE) + 1 and max(map(len, labels)) < 70
 
 
-@pytest.mark.parametrize("seed", (1, 5))
+@pytest.mark.parametrize("seed", [1])
 def test_numbers_that_make_no_sense_are_no_traceback(seed, tmp_path, recwarn):
     rng = random.Random(seed)
     odd = [0, 1, -1, 1e-300, 1e19, 1e300, -1e300, math.nan, math.inf, None, 3.28, 100, 5e5]
