@@ -30,7 +30,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import logs
@@ -60,7 +60,7 @@ def torch_of(run: Run) -> str | None:
 
 def hardware_of(run: Run) -> str | None:
     """`8 x NVIDIA H100 80GB HBM3`; None unless the log says both."""
-    return f"{run.gpus} x {run.gpu}" if run.gpus and run.gpu else None
+    return run.hardware or (f"{run.gpus} x {run.gpu}" if run.gpus and run.gpu else None)
 
 
 def distinct(values: Iterable[object]) -> list:
@@ -237,7 +237,8 @@ def group_row(group: Group, verdict: Verdict, given: float | None) -> dict:
 
 def run_row(run: Run, path: str) -> dict:
     """What one run's log says, times in ms, memory in MiB."""
-    return {"path": path, "run_index": run.index, "steps": run.planned, "last_step": run.last_step,
+    steps = run.last_step if run.planned is None else run.planned
+    return {"path": path, "run_index": run.index, "steps": steps, "last_step": run.last_step,
             "final_val_loss": run.final_loss, "train_time_ms": run.time_ms,
             "step_avg_ms": run.step_avg_ms, "n_val_lines": len(run.validations),
             "n_step_lines": len(run.steps), "torch": run.torch, "gpu": run.gpu,
@@ -463,6 +464,8 @@ def main(argv: list[str] | None = None) -> int:
         runs = read_all(given.paths)
     except ValueError as error:
         parser.error(str(error))
+    if given.target:
+        runs = [replace(run, target=given.target) for run in runs]  # for the plots
     if given.runs:
         above = given.paths[0] if len(given.paths) == 1 and given.paths[0].is_dir() else None
         lines = report_runs(runs, above, given.format)
