@@ -226,7 +226,9 @@ def group_row(group: Group, verdict: Verdict, given: float | None) -> dict:
         "seconds_mean": mean(seconds), "seconds_sd": sd(seconds),
         "to_target_s": mean(reached), "reached_target": len(reached),
         "steps": listed(run.last_step for run in group.complete), "tokens": mean(group.tokens),
-        "tokens_per_s": mean(rates), "hardware": listed(group.all(hardware_of)),
+        "tokens_per_s": mean(rates), "energy_j_mean": mean(
+            [run.energy_j for run in group.complete if run.energy_j is not None]),
+        "hardware": listed(group.all(hardware_of)),
         "torch": listed(group.all(torch_of)),
         "versions": {name: listed(run.versions.get(name) for run in group.runs)
                      for name in versions},
