@@ -276,7 +276,7 @@ def group_cells(row: dict) -> dict[str, str]:
 
 def verdict_line(row: dict, base: Group) -> str:
     held = "" if row["group"] == base.name else f" against {base.name}"
-    unplaced = f" [{row['unplaced']} lines could not be placed]" if row["unplaced"] else ""
+    unplaced = f" [{row['unplaced']} line(s) could not be placed]" if row["unplaced"] else ""
     return f"{row['group']}{held}: {row['verdict']}: {row['reason']}{unplaced}"
 
 

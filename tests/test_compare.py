@@ -400,7 +400,7 @@ def test_what_was_cut_short_and_put_apart_is_no_part_of_the_set(told):
 
 def test_lines_without_a_place_are_reported(told):
     _, lines = told([valid_group(100, unplaced=2)])
-    assert lines[-1].endswith(" [12 lines could not be placed]")
+    assert lines[-1].endswith(" [12 line(s) could not be placed]")
 
 
 def test_picture_and_page(told, tmp_path):
