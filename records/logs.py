@@ -92,8 +92,8 @@ class Run:
     target: float | None = None           # nats per token, of the run's own settings
     versions: dict = field(default_factory=dict)    # python, torch, triton, cuda, driver ...
     conditions: tuple[dict, ...] = ()     # ours: clocks, power, temperature at each validation
-    energy_j: float | None = None         # from the first validation to the last
-    unplaced: int = 0                     # lines of its file that look like results, without place
+    energy_j: float | None = None         # between first and last validation; not of resumed runs
+    unplaced: int = 0                     # with the first run of a file: its lines without place
 
     @property
     def final_loss(self) -> float | None:
@@ -106,21 +106,24 @@ class Run:
 
 LINE = re.compile(rb"""^(?:
     step:(?P<step>\d{1,15})/(?P<planned>\d{1,15})
-        (?:[ ](?P<kind>val|train)_loss:(?P<loss><n>|nan))?(?:[ ][\w.]+:\S+)*?
-        [ ]train_time:(?P<time><n>)(?P<unit>m?s)[ ]step_avg:(?P<average><n>|nan)ms(?:[ ][\w.]+:\S+)*
-  | s:(?P<s>\d{1,15})[ ](?P<t>tel|trl):(?P<l><n>|nan)(?:[ ][\w.]+:\S+)*
-  | Running[ ][Pp]y[Tt]orch[ ](?P<torch>\S+)(?:[^\n]*?[ ]on[ ](?P<on>[^\n]+)[ ]with[ ]world_size
-        [ =](?P<world>\d{1,4}))?[^\n]*
-  | Running[ ]on[ ]device_name=(?P<device>[^\n]+)[ ]with[ ]world_size=(?P<size>\d{1,4})
-  | (?:\|[ ]+(?P<row>\d{1,3})[ ]+|GPU[ ](?P<id>\d{1,3}):[ ])(?P<gpu>NVIDIA[ ][\w .-]+?)[ ]+
-        (?:O(?:n|ff)[ ]+\||\(UUID)[^\n]*
+        (?:[ ](?P<kind>val|train)_loss:(?P<loss><n>|nan))?(?:[ ]<more>){0,30}?
+        [ ]train_time:(?P<time><n>)(?P<unit>m?s)[ ]step_avg:(?P<average><n>|nan)ms
+        (?:[ ]<more>){0,30}
+  | s:(?P<s>\d{1,15})[ ](?P<t>tel|trl):(?P<l><n>|nan)(?:[ ]<more>){0,30}
+  | Running[ ][Pp]y[Tt]orch[ ](?P<torch>\S+)(?:[^\n]{0,300}?[ ]on[ ]
+        (?P<on>[^\n]{1,80})[ ]with[ ]world_size[ =](?P<world>\d{1,4}))?[^\n]*
+  | Running[ ]on[ ]device_name=(?P<device>[^\n]{1,80})[ ]with[ ]world_size=(?P<size>\d{1,4})
+  | (?:\|[ ]{1,9}(?P<row>\d{1,3})[ ]{1,9}|GPU[ ](?P<id>\d{1,3}):[ ])
+        (?P<gpu>NVIDIA[ ][\w .-]{1,80}?)[ ]{1,40}(?:O(?:n|ff)[ ]+\||\(UUID)[^\n]*
   | (?:Using[ ]|===[ ]?|)seed[ =:](?P<seed>\d{1,15})(?P<begins>[ ]start\b)?[^\n]*
   | peak[ ]memory[ ](?:consumption|allocated):[ ](?P<alloc>\d{1,9})[ ]MiB
         (?:[ ]reserved:[ ](?P<reserved>\d{1,9})[ ]MiB)?
-  | (?:environment|machine):[ ][^\n]*?\btorch[ ](?P<our_torch>[^\s,]+)
-        (?:[^\n]*?,[ ]device[ ](?P<our_gpu>[^\n,]+))?[^\n]*
-)\r?$""".replace(b"<n>", rb"\d{1,15}(?:\.\d{1,15})?"), re.M | re.X)
-LOOKS = re.compile(rb"step:\d+/\d+[^\n]*?(?:_loss|train_time):[\dn]|\bs:\d+ t[er]l:")
+  | (?:environment|machine):[ ][^\n]{0,300}?\btorch[ ](?P<our_torch>[^\s,]{1,80})
+        (?:[^\n]{0,300}?,[ ]device[ ](?P<our_gpu>[^\n,]{1,80}))?[^\n]*
+)\r?$""".replace(b"<n>", rb"\d{1,15}(?:\.\d{1,15})?").replace(b"<more>", rb"[\w.]{1,80}:\S{1,80}"),
+                  re.M | re.X)       # every repeat that others follow has a bound: no line is slow
+LOOKS = re.compile(rb"step:\d{1,30}/\d{1,30}[^\n]{0,300}?(?:_loss|train_time):[\dn]"
+                   rb"|\bs:\d{1,30} t[er]l:")
 
 
 class Draft:
@@ -145,8 +148,10 @@ class Draft:
             return a == b or a != a and b != b
 
         if is_val:
-            return any(val.step == step and same(val.loss, loss) and same(
-                math.nan if val.time_ms is None else val.time_ms, time) for val in self.validations)
+            at = bisect_left(self.validations, step, key=lambda val: val.step)
+            val = self.validations[at] if at < len(self.validations) else None
+            return bool(val) and val.step == step and same(val.loss, loss) and same(
+                math.nan if val.time_ms is None else val.time_ms, time)
         at = bisect_left(self.steps.step, step)
         return (at < len(self.steps) and self.steps.step[at] == step
                 and same(self.steps.loss[at], loss) and same(self.steps.time_ms[at], time))
@@ -224,10 +229,11 @@ def read_text(path: Path, data: bytes) -> list[Run]:
             if m["our_gpu"] not in (None, b"cpu"):
                 facts |= dict(gpu=words(m["our_gpu"]), gpus=1) | hardware(m["our_gpu"], 1)
     unplaced = sum(1 for _ in LOOKS.finditer(data)) - placed
-    told = [tuple(one.validations) for one, _ in drafts]
-    drafts = [pair for n, pair in enumerate(drafts) if not told[n] or told[n] not in told[:n]]
-    return [one.finish(path, index, about, unplaced, llmc)
-            for index, (one, about) in enumerate(drafts)]
+    kept: dict[object, tuple[Draft, dict]] = {}
+    for number, pair in enumerate(drafts):
+        kept.setdefault(tuple(pair[0].validations) or number, pair)
+    return [one.finish(path, index, about, 0 if index else unplaced, llmc)
+            for index, (one, about) in enumerate(kept.values())]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -271,24 +277,37 @@ def read_events(data: bytes) -> tuple[list[dict], int]:
 
 
 def read_jsonl(path: Path, data: bytes) -> list[Run]:
-    """The run of a log of ours, if its start is there; a resumed run goes on in the same file."""
+    """The runs of a log of ours: each begins with its start, and a resumed one goes on."""
     events, unplaced = read_events(data)
-    start = events[0] if events and events[0]["event"] == "start" else None
-    if start is None:
-        return []
+    runs: list[list[dict]] = []
+    for event in events:
+        if event["event"] == "start":
+            runs.append([event])
+        elif runs:
+            runs[-1].append(event)
+        else:
+            unplaced += event["event"] in ("val", "step")
+    return [our_run(path, index, run, 0 if index else unplaced) for index, run in enumerate(runs)]
+
+
+def our_run(path: Path, index: int, events: list[dict], unplaced: int) -> Run:
+    """The run of its events, start first. Steps that do not go on are counted as unplaced."""
     validations, steps, conditions = [], Steps(), []
     for event in events:
         step, loss, time = (of(event.get(name)) for of, name in (
             (whole, "step"), (number, "loss"), (number, "train_time_ms")))
-        if event["event"] in ("val", "step") and (step is None or step < 0):
+        done = validations if event["event"] == "val" else steps
+        if event["event"] not in ("val", "step"):
+            continue
+        if step is None or step <= (done[-1].step if len(done) else -1):
             unplaced += 1
         elif event["event"] == "val":
             validations.append(Validation(step, math.nan if loss is None else loss, time))
             told = event.get("conditions")
             conditions.append(told if isinstance(told, dict) else {})
-        elif event["event"] == "step":
+        else:
             steps.add(step, *(math.nan if x is None else x for x in (loss, time)))
-    end = events[-1] if events[-1]["event"] == "end" else {}
+    start, end = events[0], events[-1] if events[-1]["event"] == "end" else {}
     env = start.get("environment") if isinstance(start.get("environment"), dict) else {}
     gpu = text(env.get("device"))
     if gpu == "cpu":
@@ -297,8 +316,9 @@ def read_jsonl(path: Path, data: bytes) -> list[Run]:
     last = max([0, *steps.step, *(val.step for val in validations)])
     time = validations[-1].time_ms if validations else steps[-1].time_ms if len(steps) else None
     joules = [x for told in conditions if (x := number(told.get("energy_j"))) is not None]
-    return [Run(
-        path, 0, record_of(path), "jsonl", tuple(validations), steps, planned, last,
+    metered = len(joules) > 1 and all(event["event"] != "resume" for event in events)
+    return Run(
+        path, index, record_of(path), "jsonl", tuple(validations), steps, planned, last,
         bool(validations) and validations[-1].step == planned and end.get("status") == "complete",
         time, time / last if time and last else None, whole(at(start, "settings.seed")),
         number(at(start, "settings.tokens_per_step")), text(env.get("torch")), gpu, count,
@@ -307,7 +327,7 @@ def read_jsonl(path: Path, data: bytes) -> list[Run]:
         number(at(start, "settings.target_loss")),
         {name: value for name in ("python", "torch", "numpy", "triton", "cuda", "driver", "os")
          if (value := text(env.get(name)))},
-        tuple(conditions), joules[-1] - joules[0] if len(joules) > 1 else None, unplaced)]
+        tuple(conditions), joules[-1] - joules[0] if metered else None, unplaced)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,26 @@ def test_a_capture_that_holds_a_run_twice_has_one(tmp_path):
     assert len(logs.read_file(tmp_path / "a.txt")) == 1
 
 
+def test_runs_keep_their_order_and_unplaced_lines_count_once(tmp_path):
+    first, second = ((FIXTURES / f"{name}.txt").read_text() for name in ("one_gpu", "early_stop"))
+    (tmp_path / "a.txt").write_text(first + second + first + "x s:11 tel:1.0\n")
+    runs = logs.read_file(tmp_path / "a.txt")
+    assert [(run.index, run.planned, run.unplaced) for run in runs] == [(0, 1375, 1), (1, 2900, 0)]
+
+
+@pytest.mark.parametrize("data", [
+    b"step:1/1 " * 100_000, b"Running PyTorch 2 " + b" on a" * 100_000,
+    b"| 0 NVIDIA " + b" " * 100_000 + b"x", b"environment: " + b"torch a, device " * 50_000,
+    b"step:1/1 " + b"train_time:1ms step_avg:1ms " * 25_000 + b" x",
+    b"".join(b"step:%d/30000 val_loss:1.0 train_time:1ms step_avg:1ms\n" % n
+             for n in range(20_000, 0, -1))],
+    ids=["steps", "on", "spaces", "environment", "tokens", "backwards"])
+def test_no_line_and_no_number_of_runs_makes_the_reader_slow(data):
+    began = time.process_time()
+    logs.read_text(Path("a.txt"), data)
+    assert time.process_time() - began < 3   # half a second; a quadratic pattern takes minutes
+
+
 # ---- ours ----------------------------------------------------------------------------------------
 
 def test_our_logs_by_their_json_lines_and_by_their_text(tmp_path):
@@ -134,6 +155,25 @@ def test_energy_is_that_between_the_validations(tmp_path):
                  conditions=dict(energy_j=1000.0 + 5 * n)) for n in (0, 310, 620)]
     path.write_text(start + "\n".join(map(json.dumps, vals)))
     assert logs.read_file(path)[0].energy_j == 3100
+
+
+def test_a_resumed_run_has_no_energy_and_its_steps_never_go_back(tmp_path):
+    """The counter ran on, or began anew, while the run did not."""
+    start, path = open(next(TINY.glob("*.jsonl"))).readline(), tmp_path / "a.jsonl"
+    vals = [json.dumps(dict(event="val", step=n, loss=3.0, train_time_ms=1.0 * n,
+                            conditions=dict(energy_j=1000.0 + n))) for n in (0, 310, 155, 620)]
+    path.write_text("\n".join([start.strip(), *vals[:2], '{"event": "resume"}', *vals[2:]]))
+    (run,) = logs.read_file(path)
+    assert [val.step for val in run.validations] == [0, 310, 620] and run.unplaced == 1
+    assert run.energy_j is None and len(run.conditions) == 3
+
+
+def test_two_logs_in_one_file_are_two_runs(tmp_path):
+    one, two = sorted(TINY.glob("*.jsonl"))[:2]
+    (tmp_path / "a.jsonl").write_bytes(one.read_bytes() + two.read_bytes())
+    runs = logs.read_file(tmp_path / "a.jsonl")
+    assert [facts(run) for run in runs] == [facts(logs.read_file(p)[0]) for p in (one, two)]
+    assert [(run.index, run.seed, run.unplaced) for run in runs] == [(0, 0, 0), (1, 1, 0)]
 
 
 # ---- damaged logs --------------------------------------------------------------------------------
