@@ -45,6 +45,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
 from itertools import islice, product
@@ -56,6 +57,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 try:
@@ -127,9 +129,9 @@ class Settings(Recipe):
     precision: Literal["auto", "bf16", "fp32"] = "auto"  # activations; auto: bf16 on CUDA and AMX
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where a compiler is found
     head: Literal["auto", "reference", "bf16", "fp8-triton", "fp8-torch"] = "auto"  # by trying
-    attention: Literal["auto", "varlen_attn", "FA3", "FA4", "blocked"] = "auto"  # by trying
+    attention: Literal["auto", "varlen_attn", "FA3", "FA4", "flex", "blocked"] = "auto"  # by trying
     recompute: Literal["auto", "off", "light", "blocks"] = "auto"  # activations; auto: by memory
-    micro_batch: int = 0                     # units; 0 = by the memory of the device
+    micro_batch: int = 0                     # units; 0 = what fits; auto (-1): by trying
     head_chunk: int = 0                      # tokens whose logits exist at once; 0 = chosen
     val_piece: int = 0                       # tokens validated at once; 0 = chosen
     prefetch: int = 8                        # micro-batches that the reader thread may be ahead
@@ -169,23 +171,25 @@ def help_text(preset: Settings) -> str:
         lines.append(f"  --{f.name}={default}{choice}  {notes[f.name]}")
     return "\n".join(lines)
 
+def nearest(word: str, words: tuple | dict) -> str:
+    return difflib.get_close_matches(word, words, 1, 0)[0]
+
 def parse_value(name: str, kind: type, text: str):
     """`text` as a value of a field's type; UserError says what was expected and what was found."""
-    if kind is str or text in get_args(kind):
+    choices, value = get_args(kind), None
+    if kind is str or text in choices:
         return text
-    if choices := get_args(kind):
-        near, every = difflib.get_close_matches(text, choices, 1, 0)[0], ", ".join(choices)
-        raise UserError(f"--{name}={text}: expected one of {every}; did you mean {near}?")
-    try:
+    if (name, text) == ("micro_batch", "auto"):
+        return -1
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = ast.literal_eval(text.capitalize() if kind is bool else text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        value = None
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        example = {int: "8", float: "0.5", bool: "true", tuple: "(3,7,11)"}[kind]
-        raise UserError(f"--{name}={text}: expected {kind.__name__}, as in --{name}={example}")
-    return value
+        value = float(value) if kind is float and type(value) is int else value
+    if not choices and type(value) is kind and (kind is not float or math.isfinite(value)):
+        return value
+    examples = {int: "8", float: "0.5", bool: "true", tuple: "(3,7,11)"}
+    raise UserError(f"--{name}={text}: expected " + (
+        f"one of {', '.join(choices)}; did you mean {nearest(text, choices)}?" if choices else
+        f"{kind.__name__}, as in --{name}={examples[kind]}"))
 
 def parse_settings(arguments: list[str]) -> tuple[Settings, dict]:
     """`--name=value` words -> settings, and those that differ from the preset's."""
@@ -194,8 +198,8 @@ def parse_settings(arguments: list[str]) -> tuple[Settings, dict]:
         name, equals, text = word.partition("=")
         name = name.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or name not in kinds:
-            near = difflib.get_close_matches(name, kinds, 1, 0)[0]
-            raise UserError(f"{word}: no such setting; the nearest is --{near}; --help lists all")
+            raise UserError(f"{word}: no such setting; the nearest is --{nearest(name, kinds)}; "
+                            "--help lists all")
         if not equals:
             raise UserError(f"{word}: expected --{name}=value")
         given[name] = parse_value(name, kinds[name], text)
@@ -208,17 +212,15 @@ def check_settings(s: Settings) -> None:
     """Refuse values that cannot work, by name, before anything is built."""
     def whole(values: tuple, low: int, high: float = math.inf) -> bool:
         return all(type(v) is int and low <= v <= high for v in values)
-
     def pairs(values: tuple) -> bool:        # (block, number), no block twice
         return (all(type(p) is tuple and len(p) == 2 and whole(p, 0) for p in values)
                 and len(dict(values)) == len(values) and whole(tuple(dict(values)), 1, s.layers))
-
     def fractions(values: tuple) -> bool:
         return len(values) == 2 and all(type(v) in (int, float) and 0 <= v < 1 for v in values)
 
-    zero = {"extra_steps", "momentum_warmup", "seed", "micro_batch", "head_chunk", "val_piece",
-            "threads", "log_every"}
-    ints = [(f.name, int(f.name not in zero)) for f in fields(s) if f.type is int]
+    lows = dict.fromkeys(("extra_steps", "momentum_warmup", "seed", "head_chunk", "val_piece",
+                          "threads", "log_every"), 0) | dict(micro_batch=-1)
+    ints = [(f.name, lows.get(f.name, 1)) for f in fields(s) if f.type is int]
     for name, low in ints:                   # first: the rules below divide by some of them
         if getattr(s, name) < low:
             raise UserError(f"--{name}={getattr(s, name)}: expected at least {low}")
@@ -510,8 +512,8 @@ class View(NamedTuple):
     cos_T1R: Tensor                          # fp32 [T, 1, K/2]; the second half is 1: no rotation
     sin_T1R: Tensor                          # fp32 [T, 1, K/2]; the second half is 0
     scale: Tensor                            # fp32 [], factor of q.k
-    short: int | Tensor                      # window in tokens, or the mask of the reference
-    long: int | Tensor
+    short: int | Tensor | BlockMask          # window in tokens; masks of blocked and FlexAttention
+    long: int | Tensor | BlockMask
     longest: int                             # bound of a document's tokens
 
 def rotate(x_THK: Tensor, view: View) -> Tensor:
@@ -535,21 +537,31 @@ def blocked_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, mask: Tensor)
     Each block of C queries meets its own keys and those of `span` blocks before it, as far as a
     window reaches. Memory grows with T * window, never with T * T."""
     (T, H, K), C, span = q_THK.shape, BLOCK, mask.size(-1) // BLOCK - 1
-
     def neighbours(x_THK: Tensor) -> Tensor:  # [T/C, H, (span + 1) C, K]
         past = F.pad(x_THK, (0, 0, 0, 0, span * C, 0))
         shifted = [past[n * C:n * C + T].view(T // C, C, H, K) for n in range(span + 1)]
         return torch.cat(shifted, 1).transpose(1, 2)
-
     q = q_THK.view(T // C, C, H, K).transpose(1, 2)
     y = F.scaled_dot_product_attention(q, neighbours(k_THK), neighbours(v_THK), mask, scale=1.0)
     return y.transpose(1, 2).reshape(T, H, K)
+
+def flex_mask(positions_T: Tensor, window: int) -> BlockMask:
+    """What `block_mask` says, for FlexAttention: the blocks in which any query sees any key."""
+    def visible(_, head, query, key):
+        back = query - key
+        return (back >= 0) & (back <= back_T[query])
+
+    back_T, T = positions_T.clamp(max=window), len(positions_T)
+    return compiled(create_block_mask, True)(visible, None, None, T, T, device=back_T.device)
 
 def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, visible: int | Tensor, cu_seqlens: Tensor,
            longest: int) -> Tensor:
     """Causal attention inside documents and window; q carries the scale of the softmax."""
     if isinstance(visible, Tensor):
         return blocked_attention(q_THK, k_THK, v_THK, visible)
+    if isinstance(visible, BlockMask):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))
+        return flex_attention(q, k, v, block_mask=visible, scale=1.0)[0].transpose(0, 1)
     from torch.nn.attention.varlen import varlen_attn  # FlashAttention, CUDA only
     return varlen_attn(q_THK, k_THK, v_THK, cu_seqlens, cu_seqlens, longest, longest,
                        scale=1.0, window_size=(visible, 0))
@@ -570,8 +582,7 @@ def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, visible: int | Tensor, c
 #   most of it cancels. The soft cap bounds the rest: a logit that is off by e moves its capped
 #   value by at most e cap / (4 slope). Sums are fp32; the longer ones are promoted every 128 terms,
 #   as Hopper's FP8 tensor cores alone keep about 14 bits of a sum.
-#   Bias. Rounding is to nearest, so it has no direction; the loss is computed from the logits that
-#   the gradient sees, so training descends what it reports. Validation never rounds to FP8.
+#   Bias. Rounding is to nearest, so it has no direction. Validation never rounds to FP8.
 # FP8 tensor cores want both factors with the summed index innermost, so whatever meets two products
 # (x, W, the gradient g) is stored twice, once transposed.
 #   a chunk of C tokens     FLOPs     reads and writes, bytes          held at once, bytes
@@ -583,8 +594,7 @@ def attend(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, visible: int | Tensor, c
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 class Head(NamedTuple):
-    """capped logit = cap * sigmoid(logit / slope) for the first `vocab` rows of the weight [6], and
-    how the device gets there."""
+    """cap * sigmoid(logit / slope) [6] of the first `vocab` rows, and how the device gets there."""
     vocab: int
     cap: float
     slope: float
@@ -800,13 +810,11 @@ def head_loss(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, h: Head) -> Te
 def token_losses(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, h: Head) -> Tensor:
     """Cross-entropy of each token without gradients, fp32 [T]: what validation measures, never in
     FP8."""
-    def losses(x_CD: Tensor, targets_C: Tensor) -> Tensor:
-        if h.kind == "reference":
-            return compiled(chunk_losses, h.compile)(x_CD, weight, targets_C, h)
-        return capped_loss(x_CD @ weight.T, targets_C, h)
-
-    weight = weight_VD.to(x_TD.dtype)
-    return torch.cat([losses(*pair) for pair in zip(x_TD.split(h.chunk), targets_T.split(h.chunk))])
+    weight, reference = weight_VD.to(x_TD.dtype), compiled(chunk_losses, h.compile)
+    return torch.cat([
+        reference(x_CD, weight, targets_C, h) if h.kind == "reference" else
+        capped_loss(x_CD @ weight.T, targets_C, h)
+        for x_CD, targets_C in zip(x_TD.split(h.chunk), targets_T.split(h.chunk))])
 
 def head_bytes(tokens: int, V: int, D: int, h: Head) -> int:
     """Most bytes that `head_loss` holds at once for bf16 activations, its results included."""
@@ -854,7 +862,6 @@ class GPT(nn.Module):
 
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape))
-
         self.embed = weight(V, D)
         self.value_embeds = weight(tables, V, D)
         self.smear_gate = weight(1, 1, s.gate_width)
@@ -872,35 +879,28 @@ class GPT(nn.Module):
         """Every parameter, in one place, on the CPU. The zero head makes the first loss
         ln(vocab_size), of the unpadded vocabulary."""
         bound = math.sqrt(3) * 0.5 / math.sqrt(self.s.width)
+        constants = dict(
+            residual_mix=[1.0, 0.0], value_mix=self.s.value_mix_init, skip_gates=self.s.skip_init,
+            head=0.0, smear_gate=0.0, smear_scale=0.0, attention_gates=0.0)
         for name, p in self.named_parameters():
             if name in ("embed", "value_embeds"):
                 p.normal_(generator=generator)
-            elif name in ("attention_bank", "mlp_bank"):
-                every = 4 if name == "attention_bank" else 2
+            elif every := dict(attention_bank=4, mlp_bank=2).get(name):
                 p.uniform_(-bound, bound, generator=generator)
                 p[every - 1::every] = 0      # o, down
-            elif name == "residual_mix":
-                p.copy_(torch.tensor([1.0, 0.0]).expand_as(p))
-            elif name in ("value_mix", "skip_gates"):
-                p.fill_(self.s.value_mix_init if name == "value_mix" else self.s.skip_init)
-            elif name in ("head", "smear_gate", "smear_scale", "attention_gates"):
-                p.zero_()
             else:
-                raise AssertionError(f"no initial value for parameter {name}")
+                p.copy_(torch.tensor(constants[name]).expand_as(p))
 
     def forward(self, batch: Batch, view: View) -> Tensor:
         """x_TD behind the last norm, in the model's dtype: the input of the head."""
         x = x0 = norm(self.smear(F.embedding(batch.inputs_T, self.embed).to(self.dtype), batch))
         values = [F.embedding(batch.inputs_T, t).to(self.dtype) for t in self.value_embeds]
-        outputs = []
+        again, outputs = self.recompute and torch.is_grad_enabled(), []
+        run = partial(checkpoint, self.block, use_reentrant=False) if again else self.block
         for n, block in enumerate(self.blocks):
             ve_TD = values[block.table] if block.table is not None else None
             skip_TD = outputs[block.source] if block.skip is not None else None
-            arguments = n, block, x, x0, ve_TD, skip_TD, batch, view
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(self.block, *arguments, use_reentrant=False)
-            else:
-                x = self.block(*arguments)
+            x = run(n, block, x, x0, ve_TD, skip_TD, batch, view)
             outputs.append(x)
         return norm(x)
 
@@ -911,7 +911,8 @@ class GPT(nn.Module):
         x = self.residual_mix[n, 0] * x + self.residual_mix[n, 1] * x0
         if block.attention is not None:
             x = x + self.attention(norm(x), ve_TD, block, batch, view)
-        return x + self.mlp(norm(x), *self.mlp_bank[2 * n:2 * n + 2].to(self.dtype))
+        up_DF, down_DF = self.mlp_bank[2 * n:2 * n + 2].to(self.dtype)
+        return x + F.linear(F.relu(norm(x) @ up_DF).square(), down_DF)  # down relu(up x)^2
 
     def smear(self, e_TD: Tensor, batch: Batch) -> Tensor:
         """Each token takes a gated part of the one before it in its document."""
@@ -933,10 +934,6 @@ class GPT(nn.Module):
         gate_TH = F.linear(x_TD[:, :self.s.gate_width], self.attention_gates[n].to(x_TD.dtype))
         return F.linear((y * torch.sigmoid(gate_TH)[:, :, None]).reshape(T, D), w[3])
 
-    def mlp(self, x_TD: Tensor, up_DF: Tensor, down_DF: Tensor) -> Tensor:
-        """down relu(up x)^2"""
-        return F.linear(F.relu(x_TD @ up_DF).square(), down_DF)
-
     def loss(self, batch: Batch, view: View, head: Head) -> Tensor:
         """Summed loss of a micro-batch, fp32 []."""
         return head_loss(self(batch, view), self.head, batch.targets_T, head)
@@ -950,8 +947,7 @@ POLAR_EXPRESS = (                            # (a, b, c) of 5 iterations, safety
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 
 @torch.library.custom_op("speedrun::symmetric", mutates_args=())
 def symmetric_op(x_BMK: Tensor, add_BMM: Tensor | None, b: float, c: float) -> Tensor:
@@ -1011,7 +1007,6 @@ def parameter_groups(model: GPT, s: Settings) -> dict[str, Group]:
     """Parameter name -> group, covering the model exactly."""
     def adam(times: float) -> Group:
         return Group("adam", s.adam_lr * times, s.adam_betas, s.adam_eps)
-
     table, scalar, muon = adam(s.embed_lr), adam(s.scalar_lr), Group("muon", s.muon_lr)
     groups = dict(embed=table, value_embeds=table, head=adam(s.head_lr), smear_scale=scalar,
                   residual_mix=scalar, value_mix=scalar, skip_gates=scalar, smear_gate=muon,
@@ -1040,11 +1035,9 @@ class Optimizer:
         for name, p in self.parameters.items():
             kind, lr, betas, eps, decay = self.groups[name]
             rate, on = torch.tensor(lr * lr_scale), self.compile and p.numel() > 1 << 16
-            if kind == "muon":
-                compiled(muon_update, on)(p, p.grad, *self.state[name], rate, mu, self.dtype)
-            else:
-                compiled(adam_update, on)(p, p.grad, *self.state[name], rate, betas, eps, decay,
-                                          count)
+            update, more = dict(muon=(muon_update, (mu, self.dtype)),
+                                adam=(adam_update, (betas, eps, decay, count)))[kind]
+            compiled(update, on)(p, p.grad, *self.state[name], rate, *more)
             p.grad = None
 
 # -- 7 Schedules -----------------------------------------------------------------------------------
@@ -1052,21 +1045,13 @@ def total_steps(s: Settings) -> int:
     return s.steps + s.extra_steps
 
 def lr_scale(step: int, s: Settings) -> float:
-    """Factor of the rates: 1, falling linearly to the floor over the last `cooldown` of `steps`.
-
-    >>> [round(lr_scale(n, FINEWEB), 3) for n in (0, 815, 1222, 1630, 1669)]
-    [1.0, 1.0, 0.551, 0.1, 0.1]
-    """
+    """Factor of the rates: 1, falling linearly to the floor over the last `cooldown` of `steps`."""
     left = max(0.0, 1 - step / s.steps)
     high = min(1.0, left / s.cooldown) if s.cooldown else float(left > 0)
     return high + (1 - high) * s.lr_floor
 
 def momentum(step: int, s: Settings) -> float:
-    """Muon's momentum, rising linearly over its warm-up.
-
-    >>> [round(momentum(n, FINEWEB), 3) for n in (0, 150, 300, 1000)]
-    [0.85, 0.9, 0.95, 0.95]
-    """
+    """Muon's momentum, rising linearly over its warm-up."""
     first, last = s.momentum
     return first + (last - first) * min(1.0, step / max(1, s.momentum_warmup))
 
@@ -1082,11 +1067,7 @@ class Stage(NamedTuple):
 def yarn(freqs_R: np.ndarray, scale: float, old: int, new: int) -> tuple[np.ndarray, float]:
     """Rotary frequencies and softmax scale for a window of `new` instead of `old` tokens. [4]
 
-    What turns often in the old window keeps its speed; what turns less than once is stretched.
-
-    >>> yarn(np.array([1.0, 0.01]), 0.1, old=384, new=896)[0].round(4).tolist()
-    [1.0, 0.0043]
-    """
+    What turns often in the old window keeps its speed; what turns less than once is stretched."""
     keep = np.clip((old * freqs_R / (2 * math.pi) - 1) / (32 - 1), 0, 1)
     return freqs_R * (old / new + keep * (1 - old / new)), scale * (1 + 0.2 * math.log(new / old))
 
@@ -1117,15 +1098,21 @@ def look_back(s: Settings) -> int:
     blocks = [b for b in block_table(s) if b.attention is not None]
     return 1 + max(sum(g.long if b.long else g.short for b in blocks) for g in stages(s))
 
-def make_view(batch: Batch, stage: Stage, longest: int, blocked: bool = True) -> View:
-    """Rotary tables and windows of a batch, on its device; masks for the reference attention."""
-    device = batch.inputs_T.device
-    freqs_R = torch.tensor(stage.freqs_R, dtype=torch.float32, device=device)
+@cache
+def stage_constants(stage: Stage, device: torch.device) -> list[Tensor]:
+    """Rotary frequencies and scale, fp32, copied to the device once: a copy makes the host wait."""
+    return [torch.tensor(x, dtype=torch.float32, device=device)
+            for x in (stage.freqs_R, stage.scale)]
+
+def make_view(batch: Batch, stage: Stage, longest: int, attention: str = "blocked") -> View:
+    """Rotary tables and windows of a batch, on its device, or masks where attention takes them."""
+    freqs_R, scale = stage_constants(stage, batch.inputs_T.device)
     angle_T1R = batch.positions_T[:, None, None] * F.pad(freqs_R, (0, len(freqs_R)))
     windows = (stage.short, stage.long)
-    if blocked:
+    if attention == "blocked":
         windows = [block_mask(batch.positions_T, *pair) for pair in zip(windows, stage.spans)]
-    scale = torch.tensor(stage.scale, dtype=torch.float32, device=device)
+    if attention == "flex":
+        windows = [flex_mask(batch.positions_T, window) for window in windows]
     return View(angle_T1R.cos(), angle_T1R.sin(), scale, *windows, longest)
 
 # -- 8 Machine -------------------------------------------------------------------------------------
@@ -1169,7 +1156,7 @@ class Machine(NamedTuple):
     device: torch.device
     dtype: torch.dtype                       # of activations
     compile: bool
-    attention: str                           # varlen_attn, FA3, FA4, blocked; auto: to be tried
+    attention: str                           # varlen_attn, FA3, FA4, flex, blocked; auto: to try
     head: Head
     share: tuple                             # units per micro-batch, rank, processes
     recompute: str                           # off, light, blocks
@@ -1184,7 +1171,7 @@ def choose_device(s: Settings) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-    who = f"{torch.cuda.get_device_name(device)}: capability {capability[0]}.{capability[1]}"
+    who = f"{name_of(device)}: capability {capability[0]}.{capability[1]}"
     if capability < (8, 0):
         raise UserError(f"{who}, expected 8.0 or higher for bf16 and Triton; --device=cpu "
                         "--track=tiny runs anywhere")
@@ -1197,7 +1184,7 @@ def choose_compile(s: Settings, device: torch.device) -> tuple[bool, tuple]:
     """Whether to compile, and notes where not."""
     compiler, cuda = os.environ.get("CXX") or "g++", device.type == "cuda"
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    old = cuda and torch.__version__[:5] == "2.10." and not has_fp8(device)
+    old = cuda and torch.__version__[:5] == "2.10." and not can(device)[1]
     lacks = [lack for lack, found in {
         "on a CPU the full size is for checking": not cuda and s.track == "fineweb",
         f"no C++ compiler {compiler}; apt install g++": shutil.which(compiler) is None,
@@ -1207,13 +1194,14 @@ def choose_compile(s: Settings, device: torch.device) -> tuple[bool, tuple]:
     notes = tuple(f"not compiled, so slower: {lack}" for lack in lacks)
     return (not lacks, notes) if s.compile == "auto" else (s.compile == "on", ())
 
-def has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and CAPABILITIES.get(
-        torch.cuda.get_device_capability(device), (0, False))[1]
+def can(device: torch.device) -> tuple:
+    """Its line of CAPABILITIES; of a device that has none, the least."""
+    known = device.type == "cuda" and CAPABILITIES.get(torch.cuda.get_device_capability(device))
+    return known or (0, False, ())
 
 def choose_head(s: Settings, device: torch.device) -> str:
     """The head that was asked for, if it can be had; "auto": to be tried. A CPU: the reference."""
-    if s.head in FP8_HEADS and not has_fp8(device):
+    if s.head in FP8_HEADS and not can(device)[1]:
         raise UserError(f"--head={s.head}: FP8 needs a GPU of capability 8.9 or higher, found "
                         f"{device}; --head=auto chooses")
     return "reference" if s.head == "auto" and (device.type == "cpu" or not triton) else s.head
@@ -1242,7 +1230,7 @@ def fit_memory(s: Settings, m: Machine, room: int) -> Machine:
     """`m` with the least recomputation, then most units a micro-batch (49,152 tokens fill a card),
     then the largest piece of validation, which the clock does not see, that fit in `room` bytes."""
     units, bound = s.tokens_per_step // s.unit_tokens // m.share[2], max(1, 49152 // s.unit_tokens)
-    ks = m.share[:1] if s.micro_batch else [k for k in range(bound, 0, -1) if units % k == 0]
+    ks = m.share[:1] if s.micro_batch > 0 else [k for k in range(bound, 0, -1) if units % k == 0]
     levels = [n for n in ACTIVATIONS if n == s.recompute or s.recompute == "auto"]
     halves = [] if s.val_piece else [up_to(m.val_piece >> n, BLOCK) for n in range(1, 5)]
     pieces = [m.val_piece, *(n for n in halves if n > look_back(s))]
@@ -1272,7 +1260,7 @@ def choose_machine(s: Settings) -> Machine:
     sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
     chunk = s.head_chunk or (128 * max(1, 256 * sms // s.width) if cuda else 2048)  # dx: 2 tiles
     head = Head(s.vocab_size, s.logit_cap, s.logit_slope, chunk, compile, choose_head(s, device))
-    bound = min(units // world, s.micro_batch or max(1, 4096 // s.unit_tokens))  # for CPU caches
+    bound = min(units // world, max(0, s.micro_batch) or max(1, 4096 // s.unit_tokens))  # caches
     k = max(d for d in range(1, bound + 1) if units // world % d == 0)
     m = Machine(device, torch.bfloat16 if bf16 else torch.float32, compile,
                 s.attention if cuda else "blocked", head, (k, rank, world), "off",
@@ -1287,9 +1275,8 @@ def fastest(what: str, trials: dict[str, Callable], bounds: dict[str, float],
     """Name of the fastest right trial; `lines` gets one for each. A trial returns tensors, none of
     which may differ from the first one's by more than the bound, relative and by norm. What raises
     is out: that a thing runs on a device is known when it was seen there."""
-    best, reference, cuda = (math.inf, ""), None, device.type == "cuda"
-    blind = cuda and torch.cuda.get_device_name(device).startswith("Pretended")  # has no numbers
-    wait = partial(torch.cuda.synchronize, device) if cuda else lambda: None
+    best, reference, wait = (math.inf, ""), None, torch.get_device_module(device).synchronize
+    blind = name_of(device).startswith("Pretended")  # has no numbers
     for name, trial in trials.items():
         try:
             found, times = trial(), []
@@ -1321,6 +1308,9 @@ def flops_per_token(s: Settings, positions_T: Tensor, stage: Stage) -> float:
                for b in block_table(s) if b.attention is not None)
     return 6 * matrices + 12 * s.width * float(keys)
 
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -1331,7 +1321,7 @@ def environment(machine: Machine) -> dict:
     cuda, device = machine.device.type == "cuda", machine.device
     return dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                 triton=triton and triton.__version__, cuda=torch.version.cuda,
-                device=torch.cuda.get_device_name(device) if cuda else "cpu",
+                device=name_of(device),
                 capability=list(torch.cuda.get_device_capability(device)) if cuda else None,
                 cpu=cpu[1] if cpu else platform.machine(), cores=cores(),
                 threads=torch.get_num_threads(), processes=machine.share[2],
@@ -1344,7 +1334,8 @@ def conditions(device: torch.device) -> dict:
                  sm_mhz=("ClockInfo", 1, 1), memory_mhz=("ClockInfo", 1, 2),
                  throttle_reasons=("CurrentClocksThrottleReasons", 1))
     card, found, value = ctypes.c_void_p(), {}, ctypes.c_uint64()
-    try:                                     # NVML by hand: nvidia-smi is slow, pynvml one more
+    with suppress(OSError, AttributeError):  # no such library, or one that lacks a question
+        # NVML by hand: nvidia-smi is slow, pynvml one package more
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(card)):
@@ -1353,8 +1344,6 @@ def conditions(device: torch.device) -> dict:
             value.value = 0
             if not getattr(nvml, f"nvmlDeviceGet{question}")(card, *of, ctypes.byref(value)):
                 found[name] = value.value / unit
-    except (OSError, AttributeError):        # no such library, or one that lacks a question
-        pass
     return found
 
 # -- 9 Log and clock -------------------------------------------------------------------------------
@@ -1364,8 +1353,7 @@ class Clock:
         self.device, self.total, self.began = device, 0.0, None
 
     def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize()
         return time.perf_counter()
 
     def start(self) -> None:
@@ -1434,15 +1422,12 @@ class NonFinite(Exception):
 
 def late(loss: Tensor) -> Callable[[], float]:
     """Reads a loss a step after it was computed, so that the device never waits for us."""
-    host, ready = loss.to("cpu", non_blocking=True), torch.cuda.Event() if loss.is_cuda else None
-    if ready:
-        ready.record()
-
+    host = loss.to("cpu", non_blocking=True)
+    ready = torch.cuda.current_stream().record_event() if loss.is_cuda else None
     def value() -> float:
         if ready:
             ready.synchronize()
         return host.item()
-
     return value
 
 class Run:
@@ -1470,9 +1455,9 @@ class Run:
         """Add a micro-batch's share of the gradient of the step's mean loss; its summed loss."""
         m = self.machine
         batch = Batch(*(t.to(m.device, non_blocking=True) for t in batch))
-        view = make_view(batch, stage, self.s.doc_cap, m.attention == "blocked")
+        view = make_view(batch, stage, self.s.doc_cap, m.attention)
         loss = compiled(GPT.loss, m.compile)(self.model, batch, view, m.head)
-        loss.backward(torch.tensor(1 / self.s.tokens_per_step, device=m.device))
+        loss.backward(torch.full((), 1 / self.s.tokens_per_step, device=m.device))
         return loss.detach()
 
     def step(self, number: int, micro_batches: list) -> Tensor:
@@ -1491,7 +1476,7 @@ class Run:
         """Losses of one group of validation pieces, fp32 [val_piece]; 0 where none counts."""
         m = self.machine
         batch = Batch(*(t.to(m.device) for t in self.val_data.batch(group)))
-        view = make_view(batch, stage, m.val_piece, m.attention == "blocked")
+        view = make_view(batch, stage, m.val_piece, m.attention)
         x_TD = compiled(GPT.forward, m.compile)(self.model, batch, view)
         return token_losses(x_TD, self.model.head, batch.targets_T, m.head)
 
@@ -1531,15 +1516,12 @@ class Run:
         shape = 3, len(batch.inputs_T), s.width // s.head_dim, s.head_dim
         qkv = torch.randn(shape, device=m.device, dtype=m.dtype).unbind(0)
         q, k, v = (x.requires_grad_() for x in qkv)
-
         def trial(kind: str) -> tuple:
             self.use(m._replace(attention=kind))
-            visible = make_view(batch, self.stages[0], s.doc_cap, kind == "blocked").long
+            visible = make_view(batch, self.stages[0], s.doc_cap, kind).long
             y = compiled(attend, m.compile)(q, k, v, visible, batch.cu_seqlens, s.doc_cap)
             return y, *torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
-
-        more = CAPABILITIES.get(torch.cuda.get_device_capability(m.device), (0, 0, ()))[2]
-        kinds = "blocked", "varlen_attn", *more
+        kinds = "blocked", "varlen_attn", *can(m.device)[2], *["flex"] * m.compile
         name = fastest("attention", {kind: partial(trial, kind) for kind in kinds},
                        dict.fromkeys(kinds, 0.03), m.device, self.tried)
         self.use(m._replace(attention=name))
@@ -1547,16 +1529,31 @@ class Run:
     @torch.no_grad()
     def try_heads(self, batch: Batch) -> None:
         """Every kind of head forward and backward on real activations and random weights."""
-        m, blocked = self.machine, self.machine.attention == "blocked"
-        x_TD = self.model(batch, make_view(batch, self.stages[0], self.s.doc_cap, blocked))
+        m = self.machine
+        x_TD = self.model(batch, make_view(batch, self.stages[0], self.s.doc_cap, m.attention))
         weight_VD = 0.1 * torch.randn_like(self.model.head)  # the model's own is zero at first
         heads = {"reference": m.head._replace(kind="reference", chunk=1024, compile=False)}
-        for kind in ("bf16", *(FP8_HEADS if has_fp8(m.device) else ())):
+        for kind in ("bf16", *(FP8_HEADS if can(m.device)[1] else ())):
             heads[kind] = m.head._replace(kind=kind)
         trials = {kind: partial(head_loss_op, x_TD, weight_VD, batch.targets_T, *head)
                   for kind, head in heads.items()}
         bounds = {kind: 0.1 if kind in FP8_HEADS else 0.02 for kind in heads}
         self.use(m._replace(head=heads[fastest("head", trials, bounds, m.device, self.tried)]))
+
+    def try_micro_batches(self) -> None:
+        """The largest micro-batch that fits and the next smaller one, over the same units."""
+        m, units = self.machine, self.s.tokens_per_step // self.s.unit_tokens
+        ks = [k for k in range(m.share[0], 0, -1) if units // m.share[2] % k == 0][:2]
+        def trial(k: int) -> list[Tensor]:
+            batches = (range(first, first + k) for first in range(0, math.lcm(*ks), k))
+            return [sum(self.gradients(self.train_data.micro_batch([*batch]), self.stages[0])
+                        for batch in batches)]
+
+        with suppress(UserError):            # where none fits, the steps that follow will say so
+            trials = {f"{k} units": partial(trial, k) for k in ks}
+            best = fastest("micro-batch", trials, dict.fromkeys(trials, 0.02), m.device, self.tried)
+            self.use(m._replace(share=(int(best.split()[0]), *m.share[1:])))
+        self.model.zero_grad()
 
     def meet_graphs(self) -> bool:
         """Try what is to be tried, meet every graph; False: again, smaller or not compiled."""
@@ -1568,12 +1565,17 @@ class Run:
                 self.try_attention(there)
             if m.head.kind == "auto":
                 self.try_heads(there)
+            if s.micro_batch < 0:
+                self.try_micro_batches()
+                batch = self.train_data.micro_batch(list(range(self.machine.share[0])))
             for stage in self.stages[:-1]:
                 self.step(stage.first_step, [lambda: batch] * 2)
             for stage in self.stages:
                 self.val_losses(0, stage)
             return True
         except torch.OutOfMemoryError:
+            if m.share[2] > 1:               # the others would go on as they are
+                raise
             smaller = fit_memory(s, self.machine, sum(memory_plan(s, self.machine).values()) - 1)
             why = f"out of memory, so {smaller.notes[-1]}"
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -1612,7 +1614,7 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
     (k, rank, world), units = run.machine.share, s.tokens_per_step // s.unit_tokens
     batches, every = units // world // k, s.log_every or max(1, total // 40)
     reader, before = Reader(run.train_data, s, run.machine), None
-    card = card_of(environment(run.machine)["device"])
+    card = card_of(name_of(run.machine.device))
     positions_T = run.train_data.micro_batch(list(range(units))).positions_T
     flops = [s.tokens_per_step * flops_per_token(s, positions_T, stage) for stage in run.stages]
 
@@ -1637,7 +1639,7 @@ def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
 
     def validate(number: int) -> None:
         loss, ms, device = run.validate(number), clock.ms(), run.machine.device
-        end.update(val_loss=loss)
+        end.update(val_loss=loss, val_piece=run.machine.val_piece)
         log.event("val", dict(step=number, loss=loss, tokens=s.val_tokens, train_time_ms=ms,
                               conditions=conditions(device) if device.type == "cuda" else {}))
         show(number, "val", loss, ms)
@@ -1689,9 +1691,8 @@ def announce(log: Log, notes: tuple, facts: dict) -> None:
         if facts[name]:
             log.line(f"{name}: ".replace("_", " ")
                      + ", ".join(f"{k} {v}" for k, v in facts[name].items()))
-    if facts["recipe_overrides"]:
-        log.line("a recipe override makes this run an experiment, not a record")
-    for note in notes:
+    warning = ["a recipe override makes this run an experiment, not a record"]
+    for note in [*warning * bool(facts["recipe_overrides"]), *notes]:
         log.line(note)
     log.line(f"program: {facts['program']} {facts['program_sha256']}", screen=False)
 
@@ -1714,19 +1715,18 @@ def peak_memory_mib(device: torch.device) -> int:
 
 def prepare(machine: Machine, s: Settings) -> None:
     """Choices that hold for the whole process: threads, determinism, process group."""
-    _, _, world = machine.share
     if machine.device.type == "cuda":
         torch.cuda.set_device(machine.device)
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # less fragmentation
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")  # fewer gaps
         if not machine.compile:              # torch 2.13 has products in Triton, which may not work
             torch._native.triton_utils.deregister_op_overrides()
     else:
-        torch.set_num_threads(s.threads or max(1, cores() // world))
+        torch.set_num_threads(s.threads or max(1, cores() // machine.share[2]))
         torch.use_deterministic_algorithms(True)  # compiled code sums with atomics otherwise
         torch.utils.deterministic.fill_uninitialized_memory = False
     torch._dynamo.config.recompile_limit = 64  # one compiled function serves many shapes
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "train_gpt"))
-    if world > 1:
+    if machine.share[2] > 1:
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
 
 def run_once(s: Settings, given: dict) -> int:
@@ -1789,8 +1789,8 @@ def main(arguments: list[str]) -> int:
         settings, given = parse_settings(arguments)
         signal.signal(signal.SIGTERM, interrupt)
         return run_once(settings, given)
-    except UserError as error:
-        print(f"train_gpt.py: {error.line}", file=sys.stderr)
+    except (UserError, OSError) as error:    # of folders and disks
+        print(f"train_gpt.py: {getattr(error, 'line', error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:       # before there was a log to say so
         print("train_gpt.py: interrupted before the run began", file=sys.stderr)

@@ -81,7 +81,7 @@ def test_a_device_that_cannot_run_is_refused_in_one_line(monkeypatch, name, capa
 def test_fp8_only_where_the_table_says_so(monkeypatch, capability, fp8):
     fake_device(monkeypatch, "NVIDIA X", capability, ["compute_80"])
     device = t.choose_device(FINEWEB)
-    assert t.has_fp8(device) is fp8 and t.choose_head(FINEWEB, device) == "auto"
+    assert t.can(device)[1] is fp8 and t.choose_head(FINEWEB, device) == "auto"
     asked = replace(FINEWEB, head="fp8-torch")
     if fp8:
         assert t.choose_head(asked, device) == "fp8-torch"

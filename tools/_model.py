@@ -81,7 +81,7 @@ def activations(trained: Trained, documents: list[list[int]]) -> tuple[Tensor, T
     if trained.blocked:                      # the reference lays out no more than the text is long
         spans = [min(span, t.up_to(longest, t.BLOCK) // t.BLOCK) for span in stage.spans]
         stage = stage._replace(spans=tuple(spans))
-    view = t.make_view(batch, stage, longest, trained.blocked)
+    view = t.make_view(batch, stage, longest, "blocked" if trained.blocked else "varlen_attn")
     return trained.model(batch, view), batch.cu_seqlens
 
 

@@ -95,10 +95,10 @@ def heads(units: int, n: int) -> None:
     weight = 0.1 * torch.randn(V, D, device="cuda", generator=generator)
     targets = torch.randint(S.vocab_size, (T,), device="cuda", generator=generator)
     chunk = machine.head.chunk
-    kinds = ("bf16", *(t.FP8_HEADS if t.has_fp8(machine.device) else ()))
+    kinds = ("bf16", *(t.FP8_HEADS if t.can(machine.device)[1] else ()))
     calls = {f"ours, {kind}": lambda h=machine.head._replace(kind=kind): t.head_loss_op(
         x, weight, targets, *h) for kind in kinds}
-    if t.has_fp8(machine.device):
+    if t.can(machine.device)[1]:
         calls[PIECES] = lambda: torch_pieces(x, weight, targets, chunk)
     if hasattr(F, "linear_cross_entropy"):
         w16 = weight.bfloat16().requires_grad_()
