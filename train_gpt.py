@@ -1239,10 +1239,10 @@ def fit_memory(s: Settings, m: Machine, room: int) -> Machine:
         plan = memory_plan(s, m)
         needed = sum(plan.values())
         if needed <= room:
-            note = ", ".join(f"{name} {size >> 20:,}" for name, size in plan.items())
+            table = "".join(f"\n  {size >> 20:7,}  {name}" for name, size in plan.items())
             return m._replace(notes=(
-                *m.notes, f"memory plan, MiB: {note}; in all {needed >> 20:,} of {room >> 20:,} "
-                f"with {k} units a micro-batch, recompute {level}, validation {piece:,} tokens"))
+                *m.notes, f"memory plan, MiB: in all {needed >> 20:,} of {room >> 20:,} with {k} "
+                f"units a micro-batch, recompute {level}, validation {piece:,} tokens{table}"))
     raise UserError(f"GPU memory: even {k} units with recompute {level} need {needed >> 20:,} MiB, "
                     f"{room >> 20:,} are there; close what else uses the GPU, or try "
                     "--micro_batch=1 --recompute=blocks --head_chunk=1024")

@@ -71,11 +71,11 @@ class Handler(BaseHTTPRequestHandler):
         state.requests.append((self.server.role, self.command, self.path, dict(self.headers)))
         try:
             if self.server.role == "cdn":
-                self.body(state.commits[parts[0]].get(parts[1]), parts[1])
+                self.body(state.commits[parts[0]].get("/".join(parts[1:])), "/".join(parts[1:]))
             elif parts[:2] == ["api", "datasets"]:
                 self.listing("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
             else:
-                self.resolve("/".join(parts[1:3]), parts[4], parts[5])
+                self.resolve("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 

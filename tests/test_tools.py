@@ -1,6 +1,9 @@
 """generate, hellaswag and export on the checkpoint of a small model with random weights."""
+import hashlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_server import serving
 
 import train_gpt as t
 from train_gpt import TINY
@@ -259,3 +263,36 @@ def test_export_and_the_example_of_its_docstring(checkpoint, tmp_path, monkeypat
         tmp_path / "OUT.safetensors").stat().st_size
     assert sorted(p.name for p in tmp_path.iterdir()) == ["B.safetensors", "OUT.safetensors"]
     assert export.main([str(checkpoint), "no/folder/x"]) == 2
+
+
+def test_hellaswag_comes_from_the_hub_pinned_by_revision_and_hash(tmp_path):
+    """A hub on loopback. The second call finds the file in the cache; another file is refused."""
+    import pyarrow
+    import pyarrow.parquet
+    endings = ["he runs.", "he flies.", "he eats.", "no."]
+    rows = [dict(ctx="A man walks.", endings=endings, label="2", ind=n) for n in range(3)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = (tmp_path / "a.parquet").read_bytes()
+    program = ("import sys; sys.path[:0] = [sys.argv[1], sys.argv[1] + '/tools']\n"
+               "import _model, hellaswag\n"
+               "hellaswag.SHA256 = sys.argv[2]\n"
+               "try:\n    print(len(hellaswag.stories(hellaswag.fetch())))\n"
+               "except hellaswag.t.UserError as error:\n    print(error.line)\n")
+
+    def called(sha256: str, endpoint: str, offline: int = 0) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", program, ROOT, sha256], capture_output=True, text=True,
+            env=dict(os.environ, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "cache"),
+                     HF_HUB_OFFLINE=str(offline)), check=True).stdout.strip()
+
+    right = hashlib.sha256(data).hexdigest()
+    with serving("Rowan/hellaswag", {hellaswag.FETCHED["filename"]: data},
+                 hellaswag.FETCHED["revision"]) as hub:
+        assert called(right, hub.endpoint) == "3"
+        sent = hub.served
+        assert sent == len(data)
+        assert called(right, hub.endpoint) == "3" and hub.served == sent
+        assert "expected sha256 000" in called("0" * 64, hub.endpoint)
+    assert called(right, hub.endpoint, 1) == "3"
+    shutil.rmtree(tmp_path / "cache")
+    assert "name it with --file" in called(right, hub.endpoint, 1)

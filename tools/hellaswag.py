@@ -1,15 +1,18 @@
 """HellaSwag: how often a checkpoint finds the right ending of a story among four.
 
-    ./run.sh hellaswag CHECKPOINT --file=hellaswag_val.jsonl [--out=results.jsonl] [--items=200]
+    ./run.sh hellaswag CHECKPOINT [--file=hellaswag_val.jsonl] [--out=results.jsonl] [--items=200]
 
-The file is that of github.com/rowanz/hellaswag (10,042 items of the validation set). Each ending is
-scored behind its context, a blank between them, as a document of its own: no few-shot examples.
-acc takes the ending with the largest sum of log-probabilities; acc_norm the largest mean per token,
-as GPT-2 reproductions report it; acc_bytes the largest mean per byte, as the LM evaluation harness
-does. Results go to --out, a line an item; called again, it goes on where it stopped.
+The 10,042 items of the validation set come from the hub, pinned by revision and hash (FETCHED), or
+from --file: the .jsonl of github.com/rowanz/hellaswag, or the hub's parquet. Each ending is scored
+behind its context, a blank between them, as a document of its own: no few-shot examples. acc takes
+the ending with the largest sum of log-probabilities; acc_norm the largest mean per token, as GPT-2
+reproductions report it; acc_bytes the largest mean per byte, as the LM evaluation harness does.
+Results go to --out, a line an item; called again, it goes on where it stopped.
 """
 import argparse
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,34 @@ from typing import NamedTuple
 import torch
 from _model import Trained, activations, load, log_probabilities, t, tokenizer
 from tqdm import tqdm
+
+FETCHED = dict(repo_id="Rowan/hellaswag", repo_type="dataset",
+               filename="data/validation-00000-of-00001.parquet",
+               revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
+SHA256 = "899813071e1e95efafec90f856e1987d2150fa4d020fc005df6962c259f660cd"  # of that file
+
+
+def fetch() -> Path:
+    """The pinned file, from the hub's cache or the hub, HF_ENDPOINT if that is set."""
+    from huggingface_hub import hf_hub_download
+    try:
+        path = Path(hf_hub_download(**FETCHED, endpoint=os.environ.get("HF_ENDPOINT")))
+    except Exception as error:               # of networks, hubs and disks: they have no common base
+        raise t.UserError(f"{FETCHED['repo_id']}: {t.first_line(error)}; fetch hellaswag_val.jsonl "
+                          "by hand and name it with --file") from None
+    if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != SHA256:
+        raise t.UserError(f"{path}: expected sha256 {SHA256[:12]}.., found {found[:12]}..; remove "
+                          "it and try again")
+    return path
+
+
+def stories(path: Path) -> list:
+    """Lines of the .jsonl, or rows of the parquet file as JSON."""
+    if path.suffix != ".parquet":
+        return path.read_text(encoding="utf-8").splitlines()
+    import pyarrow.parquet
+    table = pyarrow.parquet.read_table(path, columns=["ctx", "endings", "label"])
+    return [json.dumps(row) for row in table.to_pylist()]
 
 
 class Item(NamedTuple):
@@ -34,8 +65,8 @@ def read_items(path: Path, coder) -> list[Item]:
     """All items of the file; a line that is none is refused by its number."""
     items = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = stories(path)
+    except (OSError, ValueError) as error:   # of the disk, of UTF-8, of parquet
         raise t.UserError(f"{path}: cannot be read ({error})") from None
     for number, line in enumerate(lines):
         try:
@@ -117,7 +148,7 @@ def done_before(path: Path, items: int) -> dict[int, dict]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="hellaswag", description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--file", type=Path, required=True, help="hellaswag_val.jsonl")
+    parser.add_argument("--file", type=Path, help="hellaswag_val.jsonl; default: from the hub")
     parser.add_argument("--out", type=Path, help="results; default: beside the checkpoint")
     parser.add_argument("--items", type=int, help="only the first of them")
     parser.add_argument("--batch_tokens", type=int, default=16384)
@@ -126,7 +157,7 @@ def main(arguments: list[str]) -> int:
     out = given.out or given.checkpoint.with_suffix(".hellaswag.jsonl")
     try:
         trained = load(given.checkpoint, given.device)
-        items = read_items(given.file, tokenizer(trained))[:given.items]
+        items = read_items(given.file or fetch(), tokenizer(trained))[:given.items]
         done = done_before(out, len(items))
     except t.UserError as error:
         print(f"hellaswag: {error.line}", file=sys.stderr)

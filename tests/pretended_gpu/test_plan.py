@@ -89,3 +89,18 @@ def test_memory_that_is_gone_in_validation_makes_its_pieces_smaller(tmp_path, ro
     assert events["warmup"]["val_piece"] == 65536 and events["warmup"]["tried"] == []
     assert "validated 0 32768" in printed and "validated 1 32768" in printed
     assert events["end"]["recompiles"] == 2  # forward without gradients, at two stages
+
+
+@pytest.mark.parametrize("attention", ["flex", "auto"])
+def test_other_attention_ends_well_too(attention, tmp_path, root):
+    """FlexAttention's masks are new tensors at every micro-batch and stage: nothing compiles anew.
+    Where all is tried, so are two micro-batches."""
+    more = dict(SHALLOW, attention=attention, windows="(3,7,11)", steps=3)
+    if attention == "auto":
+        more["micro_batch"] = "auto"
+    events, _, _ = train("RTX 4070", tmp_path, root, **more)
+    assert events["end"]["recompiles"] == 0
+    tried = [line.split(":")[0] for line in events["warmup"]["tried"]]
+    assert tried == ([] if attention == "flex" else [
+        "attention blocked", "attention varlen_attn", "attention flex", "attention",
+        "micro-batch 3 units", "micro-batch 2 units", "micro-batch"])
