@@ -503,6 +503,11 @@ class ValData:
 # -- 3 Layers --------------------------------------------------------------------------------------
 BLOCK = 64                                   # tokens, tile of the reference attention
 
+@cache
+def compiled(function, on: bool):
+    """`function` under torch.compile from its first call on; or itself."""
+    return torch.compile(function, fullgraph=True, dynamic=False) if on else function
+
 def norm(x: Tensor) -> Tensor:
     """RMSNorm without parameters: x / sqrt(mean(x^2) + 1e-6) over the last axis."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
@@ -762,11 +767,6 @@ def fp8_chunk(x_CD: Tensor, weight: tuple, targets_C: Tensor, h: Head,
     del z_CV
     product(g_VC, x8_DC, x_scale / factor, torch.float32, dweight_VD)
     return losses_C[:T], product(g_CV, w_DV, w_scale / factor, x_CD.dtype)[:T]
-
-@cache
-def compiled(function, on: bool):
-    """`function` under torch.compile from its first call on; or itself."""
-    return torch.compile(function, fullgraph=True, dynamic=False) if on else function
 
 FP8_HEADS = {"fp8-triton": triton_product, "fp8-torch": torch_product}  # others: bf16, reference
 
