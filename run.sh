@@ -4,6 +4,8 @@
 # ./run.sh --seed=1 --name=Mine  every argument goes to train_gpt.py; ./run.sh --help lists them
 # ./run.sh --runs=10 --name=Mine a record: runs of seeds 0 to 9, judged and compared; goes on
 #                                where it was (records/run_set.py says more)
+# ./run.sh --checkpoint_every=30m --resume=auto    a run that lasts and goes on where it was
+#                                (tools/keep.py says more)
 # ./run.sh --nproc_per_node=2    two processes, through torchrun
 # ./run.sh test [...]            the tests; arguments go to pytest
 # ./run.sh WORD [...]            runs tools/WORD.py; each of them has --help
@@ -64,6 +66,9 @@ if [ "$mode" = train ]; then
       --nproc_per_node | --nproc-per-node) processes=${2-}; [ $# -lt 2 ] || shift ;;
       -h | --help) mode=help ;;
       --runs=*) program=$root/records/run_set.py; settings+=("$1") ;;
+      --checkpoint[_-]every=* | --resume=* | --resume[_-]anyway*)
+        [ "$program" != "$root/train_gpt.py" ] || program=$root/tools/keep.py
+        settings+=("$1") ;;
       --track=*) track=${1#*=}; settings+=("$1") ;;
       --data_dir=*) data_dir=${1#*=}; settings+=("$1") ;;
       --device=*) device=${1#*=}; settings+=("$1") ;;
@@ -73,7 +78,7 @@ if [ "$mode" = train ]; then
   done
   [[ $processes =~ ^[1-9][0-9]{0,3}$ ]] ||
     die "--nproc_per_node=$processes: give a whole number of processes, 1 or more" 2
-  [ "$processes" = 1 ] || [ "$program" = "$root/train_gpt.py" ] ||
+  [ "$processes" = 1 ] || [ "$program" != "$root/records/run_set.py" ] ||
     die "--runs with --nproc_per_node=$processes: a set is made of runs of one process each" 2
 fi
 

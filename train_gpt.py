@@ -217,7 +217,6 @@ def check_settings(s: Settings) -> None:
                 and len(dict(values)) == len(values) and whole(tuple(dict(values)), 1, s.layers))
     def fractions(values: tuple) -> bool:
         return len(values) == 2 and all(type(v) in (int, float) and 0 <= v < 1 for v in values)
-
     lows = dict.fromkeys(("extra_steps", "momentum_warmup", "seed", "head_chunk", "val_piece",
                           "threads", "log_every"), 0) | dict(micro_batch=-1)
     ints = [(f.name, lows.get(f.name, 1)) for f in fields(s) if f.type is int]
@@ -394,8 +393,7 @@ class TrainData:
             raise UserError(f"{folder}: the schedule needs {needed * s.unit_tokens:,} tokens, "
                             f"found {self.units * s.unit_tokens:,} in {paths[0].name} to "
                             f"{paths[-1].name}; add shards, lower --steps or raise --epochs")
-        # one constant for all units, so that shapes never change; coarse, so that caches hit
-        self.documents = up_to(int(np.diff(self.firsts).max()), 64)
+        self.documents = up_to(int(np.diff(self.firsts).max()), 64)  # a constant: shapes stay
 
     def pieces(self, unit: int) -> list[Piece]:
         """Documents of a unit of the stream, which begins anew after the last one: an epoch."""
@@ -610,7 +608,6 @@ class Head(NamedTuple):
 def capped_losses(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor,
                   h: Head) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy fp32 [C], 0 where the target is -1; softmax and d capped / d logit, [C, V].
-
     Rows beyond the vocabulary are padding: their probability is exactly 0. Capped logits lie
     between 0 and the cap, so their exponentials need no maximum taken off."""
     gate_CV = torch.sigmoid((x_CD @ weight_VD.T).float() / h.slope)
@@ -635,7 +632,6 @@ def reference_chunk(x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, h: Head,
     return losses_C, d_CV @ weight_VD
 
 if triton:                                   # the same in kernels, for CUDA
-
     @triton.jit
     def product_kernel(a, b, add, c, scale, alpha, beta, M, N, K, MIRROR: tl.constexpr,
                        PROMOTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -847,11 +843,9 @@ def padded_vocab(s: Settings) -> int:
     return up_to(s.vocab_size, 128)
 
 class GPT(nn.Module):
-    """The modernised GPT of [1]: packed documents in, activations for the head out.
-
-    Matrices of equal shape live in one bank, one batch for the optimizer. Parameters are fp32 and
-    cast where they are used to the dtype of the activations."""
-
+    """The modernised GPT of [1]: packed documents in, activations for the head out. Matrices of
+    equal shape live in one bank, one batch for the optimizer. Parameters are fp32 and cast where
+    they are used to the dtype of the activations."""
     def __init__(self, s: Settings, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.s, self.dtype, self.blocks = s, dtype, block_table(s)
@@ -973,8 +967,7 @@ def polar_express(g_BMN: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     X <- X / (1.02 |X|_F); 5 times X <- a X + (b A + c A^2) X with A = X X^T, on the wide side."""
     tall = g_BMN.size(-2) > g_BMN.size(-1)
     x = g_BMN.mT if tall else g_BMN
-    # beside the gradient of a mean: 1e-6 beside that of a sum over 49,152 tokens, as in [1]
-    x = (x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 2e-11)).to(dtype)
+    x = (x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 2e-11)).to(dtype)  # 1e-6 in [1]
     for a, b, c in POLAR_EXPRESS:
         A = symmetric(x)
         x = a * x + symmetric(A, A, b, c) @ x
@@ -1083,8 +1076,7 @@ def stages(s: Settings) -> list[Stage]:
     for first, short, long, shown in [*plan, (total, *s.final_windows)]:
         if long != before:
             freqs, scale = yarn(freqs, scale, before * unit, long * unit)
-        before = long
-        # one layout for all of training: on a CPU it then compiles once
+        before = long                        # below: one layout for all of training compiles once
         widest = (short, shown) if first == total else (max(s.windows) // 2, max(s.windows))
         spans = tuple(-(-w * unit // BLOCK) for w in widest)
         result.append(Stage(first, short * unit, shown * unit, scale, tuple(freqs.tolist()), spans))
@@ -1098,15 +1090,10 @@ def look_back(s: Settings) -> int:
     blocks = [b for b in block_table(s) if b.attention is not None]
     return 1 + max(sum(g.long if b.long else g.short for b in blocks) for g in stages(s))
 
-@cache
-def stage_constants(stage: Stage, device: torch.device) -> list[Tensor]:
-    """Rotary frequencies and scale, fp32, copied to the device once: a copy makes the host wait."""
-    return [torch.tensor(x, dtype=torch.float32, device=device)
-            for x in (stage.freqs_R, stage.scale)]
-
 def make_view(batch: Batch, stage: Stage, longest: int, attention: str = "blocked") -> View:
     """Rotary tables and windows of a batch, on its device, or masks where attention takes them."""
-    freqs_R, scale = stage_constants(stage, batch.inputs_T.device)
+    freqs_R, scale = (torch.tensor(x).to(batch.inputs_T.device, non_blocking=True)
+                      for x in (stage.freqs_R, stage.scale))  # so that the host does not wait
     angle_T1R = batch.positions_T[:, None, None] * F.pad(freqs_R, (0, len(freqs_R)))
     windows = (stage.short, stage.long)
     if attention == "blocked":
@@ -1335,8 +1322,7 @@ def conditions(device: torch.device) -> dict:
                  throttle_reasons=("CurrentClocksThrottleReasons", 1))
     card, found, value = ctypes.c_void_p(), {}, ctypes.c_uint64()
     with suppress(OSError, AttributeError):  # no such library, or one that lacks a question
-        # NVML by hand: nvidia-smi is slow, pynvml one package more
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # nvidia-smi is slow, pynvml one package more
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(card)):
             return {}
@@ -1349,8 +1335,8 @@ def conditions(device: torch.device) -> dict:
 # -- 9 Log and clock -------------------------------------------------------------------------------
 class Clock:
     """Timed training, between `start` and `stop`; at both the device has finished its work."""
-    def __init__(self, device: torch.device):
-        self.device, self.total, self.began = device, 0.0, None
+    def __init__(self, device: torch.device, total: float = 0.0):
+        self.device, self.total, self.began = device, total, None  # total: seconds
 
     def now(self) -> float:
         torch.get_device_module(self.device).synchronize()
@@ -1368,26 +1354,33 @@ class Clock:
         return 1000 * (self.total + running)
 
 class Log:
-    """A record's two files and the screen; rank 0 alone writes, line by line."""
-    def __init__(self, folder: Path, name: str, writes: bool):
+    """A record's two files and the screen; rank 0 alone writes, line by line. `mode`: x, a new
+    record; a, one that goes on. What a full disk refuses waits in the buffer for the next line."""
+    def __init__(self, stem: Path, writes: bool, mode: str = "x"):
         self.writes, self.terminal = writes, writes and sys.stdout.isatty()
-        self.files = [open(folder / f"{name}.{kind}", "x", buffering=1, encoding="utf-8")
+        self.files = [open(f"{stem}.{kind}", f"{mode}b", buffering=1 << 24)
                       for kind in ("txt", "jsonl") if writes]
+
+    def write(self, file: int, text: str) -> None:
+        self.files[file].write(text.encode() + b"\n")
+        with suppress(OSError):              # `close` raises it, if it stays
+            self.files[file].flush()
 
     def line(self, text: str, screen: bool = True) -> None:
         if self.writes:
-            self.files[0].write(text + "\n")
+            self.write(0, text)
             if screen:
                 print(("\r\x1b[K" if self.terminal else "") + text, flush=True)
 
     def progress(self, text: str) -> None:
         """A line that the next one overwrites, on a terminal."""
         if self.terminal:
-            print("\r\x1b[K" + text, end="", flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            print("\r\x1b[K" + text[:width], end="", flush=True)
 
     def event(self, event: str, facts: dict) -> None:
         if self.writes:
-            self.files[1].write(json.dumps(dict(event=event) | facts) + "\n")
+            self.write(1, json.dumps(dict(event=event) | facts))
 
     def close(self) -> None:
         for file in self.files:
@@ -1412,8 +1405,7 @@ def keep_program(folder: Path) -> tuple[str, str]:
     source = Path(__file__).read_bytes()
     sha256 = hashlib.sha256(source).hexdigest()
     name = f"train_gpt_{sha256[:8]}.py"
-    if not (folder / name).exists():
-        write_whole(folder / name, lambda file: file.write(source))
+    write_whole(folder / name, lambda file: file.write(source))
     return name, sha256
 
 # -- 10 Run ----------------------------------------------------------------------------------------
@@ -1423,15 +1415,12 @@ class NonFinite(Exception):
 def late(loss: Tensor) -> Callable[[], float]:
     """Reads a loss a step after it was computed, so that the device never waits for us."""
     host = loss.to("cpu", non_blocking=True)
-    ready = torch.cuda.current_stream().record_event() if loss.is_cuda else None
-    def value() -> float:
-        if ready:
-            ready.synchronize()
-        return host.item()
-    return value
+    wait = torch.cuda.current_stream().record_event().synchronize if loss.is_cuda else lambda: None
+    return lambda: (wait(), host.item())[1]
 
 class Run:
     """Model, optimizer and data of one run, and the steps that tie them together."""
+    resumed = {}                             # of tools/keep.py: how it goes on, and where
     def __init__(self, s: Settings, machine: Machine):
         own = Path(__file__).parent / "data" / dict(fineweb="fineweb10B", tiny="tiny")[s.track]
         folder = Path(s.data_dir) if s.data_dir else own
@@ -1600,66 +1589,73 @@ class Run:
             tensor.copy_(before[name])
             assert torch.equal(tensor.cpu(), before[name]), f"warm-up changed {name}"
 
-    def checkpoint(self, path: Path, step: int) -> None:
-        """Settings, step, and the state of model and optimizer."""
-        content = dict(settings=asdict(self.s), step=step, state=self.state())
-        write_whole(path, lambda file: torch.save(content, file))
+    def due(self, step: int) -> bool:
+        """Whether to save behind this step: here the last, before anything else can go wrong."""
+        return step == total_steps(self.s)
+
+    def save(self, log: Log, stem: Path, end: dict) -> None:
+        """Settings, step, and the state of model and optimizer. tools/keep.py does more."""
+        content = dict(settings=asdict(self.s), step=end["step"], state=self.state())
+        if self.s.checkpoint and log.writes:
+            write_whole(stem.with_name(f"{stem.name}.pt"), partial(torch.save, content))
 
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-def train(run: Run, log: Log, checkpoint: Path | None, end: dict) -> None:
+def train(run: Run, log: Log, stem: Path, end: dict) -> None:
     """The timed part; `end` holds the facts of the end event, true at every moment."""
-    s, total, known, clock = run.s, total_steps(run.s), graphs(), Clock(run.machine.device)
-    (k, rank, world), units = run.machine.share, s.tokens_per_step // s.unit_tokens
+    s, total, known = run.s, total_steps(run.s), graphs() - end["recompiles"]
+    clock, waits = Clock(run.machine.device, end["train_time_ms"] / 1000), end["wait_ms"]
+    (k, _, world), units = run.machine.share, s.tokens_per_step // s.unit_tokens
     batches, every = units // world // k, s.log_every or max(1, total // 40)
-    reader, before = Reader(run.train_data, s, run.machine), None
+    reader, before = Reader(run.train_data, s, run.machine, end["step"]), None
     card = card_of(name_of(run.machine.device))
     positions_T = run.train_data.micro_batch(list(range(units))).positions_T
     flops = [s.tokens_per_step * flops_per_token(s, positions_T, stage) for stage in run.stages]
-
     def show(number: int, kind: str, loss: float, ms: float, screen: bool = True) -> None:
         text = (f"step:{number}/{total} {kind}_loss:{loss:.4f} train_time:{ms:.0f}ms "
                 f"step_avg:{ms / max(1, number):.2f}ms")
         log.line(text, screen)
-        log.progress(f"{text} {1000 * number * s.tokens_per_step / max(1.0, ms):,.0f} tokens/s")
+        left = datetime.timedelta(seconds=(total - number) * ms // max(1, number) // 1000)
+        log.progress(f"{'#' * (20 * number // total):.<20} {text} {left} left "
+                     f"{1000 * number * s.tokens_per_step / max(1.0, ms):,.0f} tokens/s "
+                     f"MFU {end['mfu'] or 0:.1%}")
         if not math.isfinite(loss):
-            kind = dict(train="training", val="validation")[kind]
-            raise NonFinite(f"{kind} loss {loss} at step {number}")
-
+            raise NonFinite(f"{kind}_loss {loss} at step {number}")
     def report(number: int, loss: Callable, ms: float, waited: float) -> None:
         value, stage = loss(), run.stages.index(stage_at(number - 1, run.stages))
         log.event("step", dict(step=number, loss=value, lr_scale=lr_scale(number - 1, s),
                                train_time_ms=ms, wait_ms=1000 * waited))
         end.update(step=number, train_time_ms=ms, tokens=number * s.tokens_per_step,
-                   wait_ms=1000 * reader.waited, flops=end["flops"] + flops[stage])
+                   wait_ms=waits + 1000 * reader.waited, flops=end["flops"] + flops[stage])
         if card:
             end["mfu"] = end["flops"] / (1e9 * ms * card.tflops * world)
         show(number, "train", value, ms, number % every == 0 and not log.terminal)
-
     def validate(number: int) -> None:
         loss, ms, device = run.validate(number), clock.ms(), run.machine.device
         end.update(val_loss=loss, val_piece=run.machine.val_piece)
         log.event("val", dict(step=number, loss=loss, tokens=s.val_tokens, train_time_ms=ms,
                               conditions=conditions(device) if device.type == "cuda" else {}))
         show(number, "val", loss, ms)
-
     try:
-        validate(0)
+        if end["step"] % s.val_every == 0 or end["step"] == total:
+            validate(end["step"])
         clock.start()
-        for number in range(1, total + 1):
+        for number in range(end["step"] + 1, total + 1):
             waited = reader.waited
             loss = late(run.step(number - 1, [reader.next] * batches))
             if before:
                 report(*before)
             before = (number, loss, clock.ms(), reader.waited - waited)
-            if number % s.val_every == 0 or number == total:
+            validates, saves = number % s.val_every == 0 or number == total, run.due(number)
+            if validates or saves:
                 clock.stop()
                 report(number, loss, clock.ms(), before[3])
                 before = None
-                if number == total and checkpoint and rank == 0:
-                    run.checkpoint(checkpoint, number)  # before anything else can go wrong
-                validate(number)
+                if saves:
+                    run.save(log, stem, end)
+                if validates:
+                    validate(number)
                 clock.start()
     finally:
         reader.close()
@@ -1680,14 +1676,15 @@ def start_facts(run: Run, given: dict, identity: dict) -> dict:
                  steps=total_steps(s), tokens_per_step=s.tokens_per_step),
         data=dict(train=[dict(file=p.name, tokens=n) for p, n in zip(ribbon.paths, sizes)],
                   val=dict(file=val.path.name, tokens_in_file=val.ribbon.borders[-1],
-                           sha256=val.sha256, tokens=s.val_tokens, sequence=s.val_sequence)))
+                           sha256=val.sha256, tokens=s.val_tokens, sequence=s.val_sequence)),
+        resumed=run.resumed.get("facts", {}))
 
 def announce(log: Log, notes: tuple, facts: dict) -> None:
     """The head of the text log: what runs, where, and what was changed."""
     s, steps = facts["settings"], facts["run"]["steps"]
     log.line(f"track {facts['track']}: {facts['parameters']:,} parameters, {steps:,} steps of "
              f"{s['tokens_per_step']:,} tokens, target {s['target_loss']}, seed {s['seed']}")
-    for name in ("environment", "run", "recipe_overrides", "machine_overrides"):
+    for name in ("environment", "run", "recipe_overrides", "machine_overrides", "resumed"):
         if facts[name]:
             log.line(f"{name}: ".replace("_", " ")
                      + ", ".join(f"{k} {v}" for k, v in facts[name].items()))
@@ -1729,24 +1726,26 @@ def prepare(machine: Machine, s: Settings) -> None:
     if machine.share[2] > 1:
         dist.init_process_group("nccl" if machine.device.type == "cuda" else "gloo")
 
-def run_once(s: Settings, given: dict) -> int:
-    """One run and its record; the exit code."""
+def run_once(s: Settings, given: dict, kind: Callable | None = None) -> int:
+    """One run, of another `kind` for tools/keep.py, and its record; the exit code."""
     wall, machine = time.perf_counter(), choose_machine(s)
     prepare(machine, s)
-    run, now = Run(s, machine), datetime.datetime.now(datetime.timezone.utc)
+    run, now = (kind or Run)(s, machine), datetime.datetime.now(datetime.timezone.utc)
     name, writes = s.name or dict(fineweb="FineWeb", tiny="Tiny")[s.track], machine.share[1] == 0
     parent = Path(s.records_dir) if s.records_dir else Path(__file__).parent / "records"
-    folder = parent / f"{now:%Y-%m-%d}_{name}"
-    run_id = f"{now:%H%M%S}_seed{s.seed}_{os.urandom(2).hex()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    program, sha256 = keep_program(folder) if writes else ("", "")
-    log = Log(folder, run_id, writes)
-    facts = start_facts(run, given, dict(name=name, id=run_id, utc=f"{now:%Y-%m-%dT%H:%M:%SZ}",
+    stem = parent / f"{now:%Y-%m-%d}_{name}" / f"{now:%H%M%S}_seed{s.seed}_{os.urandom(2).hex()}"
+    stem, goes_on = run.resumed.get("stem", stem), "stem" in run.resumed
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    program, sha256 = keep_program(stem.parent) if writes else ("", "")
+    log = Log(stem, writes, "a" if goes_on else "x")
+    facts = start_facts(run, given, dict(name=name, id=stem.name, utc=f"{now:%Y-%m-%dT%H:%M:%SZ}",
                                          program=program, program_sha256=sha256))
-    log.event("start", facts)
+    log.event("resume" if goes_on else "start", facts)
     announce(log, machine.notes, facts)
     end = dict(status="error", reason=None, step=0, val_loss=None, tokens=0, train_time_ms=0.0,
-               wait_ms=0.0, recompiles=0, flops=0.0, mfu=None)
+               wait_ms=0.0, recompiles=0, flops=0.0, mfu=None, wall_s=0.0)
+    end |= run.resumed.get("end", {})
+    wall -= end["wall_s"]
     try:
         began, known = time.perf_counter(), graphs()
         run.warm_up()
@@ -1758,7 +1757,7 @@ def run_once(s: Settings, given: dict) -> int:
         for text in (*run.tried, f"warm-up: {seconds:.1f} s, {made} graphs compiled, state "
                      f"restored; ready {time.perf_counter() - wall:.1f} s after the start"):
             log.line(text)
-        train(run, log, folder / f"{run_id}.pt" if s.checkpoint else None, end)
+        train(run, log, stem, end)
         end["status"] = "complete"
     except NonFinite as error:
         end.update(status="non-finite", reason=str(error))
@@ -1774,7 +1773,7 @@ def run_once(s: Settings, given: dict) -> int:
         if machine.share[2] > 1:
             dist.destroy_process_group()
     if writes:
-        print(f"log: {folder / run_id}.txt")
+        print(f"log: {stem}.txt")
     stopped = 143 if end["reason"] == "SIGTERM" else 130
     return {"complete": 0, "non-finite": 3}.get(end["status"], stopped)
 

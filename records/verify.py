@@ -46,6 +46,8 @@ TINY_TARGET_LOSS = 3.56  # nats per token; fixed by TinyBaseline, 2026-12-01
 THROTTLED = {0x08: "hardware slowdown", 0x20: "heat, by the driver", 0x40: "heat, by the hardware",
              0x80: "power brake"}  # NVML's bits; its power cap, 0x04, is the normal full load
 
+KINDS = ("start", "warmup", "val", "step", "checkpoint", "resume", "end")  # of events, in format 1
+
 TRACKS = {
     "fineweb": {
         "target_loss": 3.28,      # nats per token
@@ -158,7 +160,9 @@ class Run:
 
 
 def check_frame(events: list[dict]) -> None:
-    """start first, end last, each once, a complete run, no event that format 1 does not know."""
+    """start first, end last, each once, a complete run, no event that format 1 does not know.
+
+    A run that went on from a checkpoint of its own has `checkpoint` and `resume` events."""
     kinds = [field(event, "event", str) for event in events]
     for kind, at, place in (("start", 0, "first"), ("end", -1, "last")):
         if kinds[at] != kind or kinds.count(kind) != 1:
@@ -167,8 +171,8 @@ def check_frame(events: list[dict]) -> None:
     expect("format", events[0].get("format"), 1)
     expect("status", events[-1].get("status"), "complete")  # else most other rules break as well
     for kind, event in zip(kinds, events):
-        if kind not in ("start", "warmup", "val", "step", "end"):
-            raise Refused("event kind", "start, warmup, val, step or end",
+        if kind not in KINDS:
+            raise Refused("event kind", f"one of {', '.join(KINDS)}",
                           f"{shown(kind)} in line {event['line']}")
 
 
@@ -253,12 +257,34 @@ def check_finite(run: Run) -> None:
 def check_warmup(run: Run) -> None:
     """Warm-up came once, before the first step, was undone, and had met every graph."""
     warmups = [at for at, event in enumerate(run.events) if event["event"] == "warmup"]
-    if len(warmups) != 1 or run.steps and run.steps[0]["line"] < warmups[0] + 1:
-        raise Refused("warm-up", "one, before the first step",
+    begun = [at for at, event in enumerate(run.events) if event["event"] in ("start", "resume")]
+    if warmups != [at + 1 for at in begun] and (
+            len(begun) > 1 or len(warmups) != 1
+            or run.steps and run.steps[0]["line"] < warmups[0] + 1):
+        raise Refused("warm-up", "one, before the first step" if len(begun) == 1 else
+                      "one behind the start and each resume",
                       f"{len(warmups)}, in lines {[at + 1 for at in warmups][:5]}")
-    number(run.events[warmups[0]], "seconds")
-    expect("warm-up restored", run.events[warmups[0]].get("restored"), True)
+    for at in warmups:
+        number(run.events[at], "seconds")
+        expect("warm-up restored", run.events[at].get("restored"), True)
     expect("recompiles", run.end.get("recompiles"), 0)
+
+
+def check_resumes(run: Run) -> None:
+    """What goes on is the same run: same program, seed and machine, from the last step logged."""
+    if run.start.get("resumed"):
+        raise Refused("resumed", "a run from its own start", shown(run.start["resumed"]))
+    done = 0
+    for event in run.events:
+        done = field(event, "step", int) if event["event"] == "step" else done
+        if event["event"] == "resume":
+            for name, kind in (("id", str), ("program_sha256", str), ("settings.seed", int),
+                               ("settings.tokens_per_step", int), ("environment.device", str),
+                               ("environment.cpu", str), ("environment.torch", str),
+                               ("environment.processes", int), ("data.val.sha256", str)):
+                expect(f"resume {name}", field(event, name, kind), field(run.start, name, kind))
+            expect("resume recipe_overrides", field(event, "recipe_overrides", dict), {})
+            expect("resume step", field(event, "resumed.step", int), done)
 
 
 def check_steps(run: Run) -> None:
@@ -347,8 +373,8 @@ def check_text_log(run: Run) -> None:
 
 
 RUN_RULES = (check_program, check_overrides, check_settings, check_val_data, check_environment,
-             check_finite, check_warmup, check_steps, check_validations, check_times, check_summary,
-             check_text_log)
+             check_finite, check_warmup, check_resumes, check_steps, check_validations, check_times,
+             check_summary, check_text_log)
 
 
 # -------------------------------------------------------------------------------------------------

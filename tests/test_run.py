@@ -240,9 +240,9 @@ def test_the_checkpoint_is_the_final_state(train, monkeypatch):
             super().__init__(*arguments)
             runs.append(self)
 
-        def checkpoint(self, path, step):
-            super().checkpoint(path, step)
-            seen.append(("checkpoint", step))
+        def save(self, log, stem, end):
+            super().save(log, stem, end)
+            seen.append(("save", end["step"]))
 
         def validate(self, step):
             seen.append(("validate", step))
@@ -250,7 +250,7 @@ def test_the_checkpoint_is_the_final_state(train, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "Run", Spied)
     record = train()
-    assert seen == [("validate", 0), ("validate", 3), ("validate", 6), ("checkpoint", 7),
+    assert seen == [("validate", 0), ("validate", 3), ("validate", 6), ("save", 7),
                     ("validate", 7)]
     saved, state = torch.load(record.checkpoint, weights_only=True), runs[0].state()
     assert saved["step"] == 7 and saved["settings"] == vars(runs[0].s)
@@ -407,7 +407,7 @@ def test_warm_up_meets_every_stage(shards, monkeypatch):
 
 def test_the_clock_counts_steps_and_nothing_else(train, monkeypatch):
     """On a clock that only this test moves: a step takes 1 s, all else takes longer."""
-    now, costs = [0.0], dict(step=1, warm_up=1000, validate=100, checkpoint=10_000)
+    now, costs = [0.0], dict(step=1, warm_up=1000, validate=100, save=10_000)
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
     warm = []
 
@@ -472,7 +472,7 @@ def test_a_training_loss_that_is_no_number_stops_the_run(train):
     assert not math.isfinite(last["loss"]) and 1 < last["step"] < 7
     assert all(math.isfinite(e["loss"]) for e in record.of("step")[:-1])
     assert record.end["step"] == last["step"]
-    assert record.end["reason"] == f"training loss nan at step {last['step']}"
+    assert record.end["reason"] == f"train_loss nan at step {last['step']}"
     assert record.text.splitlines()[-1] == f"non-finite: {record.end['reason']}"
     assert not record.checkpoint.exists() and "reader" not in [
         t.name for t in threading.enumerate()]
@@ -488,7 +488,7 @@ def test_a_validation_loss_that_is_no_number_stops_the_run(train, monkeypatch):
     monkeypatch.setattr(Run, "warm_up", poisoned)
     record = train()
     assert record.code == 3 and record.end["status"] == "non-finite"
-    assert record.end["reason"] == "validation loss nan at step 0" and record.of("step") == []
+    assert record.end["reason"] == "val_loss nan at step 0" and record.of("step") == []
 
 
 def test_an_error_leaves_an_end_event_and_a_traceback(shards, tmp_path, monkeypatch):

@@ -294,6 +294,16 @@ def test_runs_make_a_set(project):
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "set" in done.stderr
 
 
+def test_a_run_that_lasts_is_keeps(project):
+    for name, text in (("tools/keep.py", "keep"), ("records/run_set.py", "set")):
+        path = project / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"import sys\nprint('{text}', sys.argv[1:])\n")
+    for word in ("--checkpoint_every=30m", "--resume=auto", "--resume-anyway"):
+        done = run(project, "--track=tiny", word, "--seed=1")
+        assert f"keep ['--track=tiny', '{word}', '--seed=1']\n" in done.stdout, done.stderr
+
+
 def test_more_processes_go_to_torchrun(project, tmp_path):
     torch = stand_in_torch(tmp_path)
     for given in (["--nproc_per_node=2"], ["--nproc_per_node", "2"]):

@@ -277,6 +277,19 @@ def cut_to(steps: int):
     return mutate
 
 
+def resumed(after: int, step: int | None = None, warm: bool = True, restored: bool = True, **facts):
+    """The run went on from its checkpoint of step `after`, warmed up again."""
+    def mutate(events):
+        at = 1 + events.index(pick(events, "step", after))
+        resume = {k: v for k, v in events[0].items() if k != "event"} | facts
+        events[at:at] = [
+            {"event": "checkpoint", "step": after, "stall_ms": 900.0},
+            {"event": "resume", **resume,
+             "resumed": {"file": "x.pt", "step": after if step is None else step}},
+            *[{"event": "warmup", "seconds": 1.5, "graphs": 2, "restored": restored}] * warm]
+    return mutate
+
+
 NAN, INFINITY = float("nan"), float("inf")
 EVENT_MUTANTS = [
     ("start event", drop("start")),
@@ -288,7 +301,17 @@ EVENT_MUTANTS = [
     ("end event", lambda events: events.append({"event": "val"})),
     ("end event", lambda events: events.clear() or events.append({"event": "start"})),
     ("format", start("format", 2)),
-    ("event kind", lambda events: events.insert(2, {"event": "resume"})),
+    ("event kind", lambda events: events.insert(2, {"event": "pause"})),
+    ("resumed", start("resumed", {"file": "x_step3.pt", "step": 3})),
+    ("warm-up", resumed(3, warm=False)),
+    ("warm-up restored", resumed(3, restored=False)),
+    ("resume step", resumed(3, step=2)),
+    ("resume id", resumed(3, id="another")),
+    ("resume program_sha256", resumed(3, program_sha256="0" * 64)),
+    ("resume settings.seed", resumed(3, settings=dict(seed=77, tokens_per_step=TOKENS_PER_STEP))),
+    ("resume recipe_overrides", resumed(3, recipe_overrides={"muon_lr": 0.1})),
+    ("resume environment.device", resumed(3, environment={"device": "NVIDIA H200"})),
+    ("field", lambda events: events.insert(5, {"event": "resume"})),
     ("field", lambda events: events.insert(2, {"loss": 3.0})),
     ("field", start("settings", [])),
     ("field", start("settings.steps", "8")),
@@ -389,6 +412,17 @@ EVENT_MUTANTS = [
     ("one number of processes in a set", start("environment.processes", 2)),
     ("each seed once in a set", start("settings.seed", 1)),
 ]
+
+
+@pytest.mark.parametrize("mutate", [resumed(3), both(resumed(5), resumed(2)), resumed(
+    3, settings=dict(seed=2, tokens_per_step=TOKENS_PER_STEP, micro_batch=2))])
+def test_a_run_that_went_on_from_its_own_checkpoints_is_valid(tmp_path, capsys, mutate):
+    path = write_set(tmp_path / "set")[1]
+    events = read_events(path)
+    mutate(events)
+    write_events(path, events)
+    code, lines = judge(capsys, tmp_path / "set")
+    assert code == 0, lines
 
 
 @pytest.mark.parametrize(("rule", "mutate"), EVENT_MUTANTS,
