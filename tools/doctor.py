@@ -156,9 +156,9 @@ def choices(s: t.Settings, m: t.Machine) -> Iterator[Line]:
                    f"{torch.cuda.mem_get_info(m.device)[0] >> 20:,} free")
     attentions, heads = ["blocked"], ["reference"]
     if cuda:
-        known = t.CAPABILITIES.get(torch.cuda.get_device_capability(m.device), (0, False, ()))
-        attentions += ["varlen_attn", *known[2]]
-        heads += ["bf16", *(t.FP8_HEADS if known[1] else ())]
+        _, fp8, flash = t.can(m.device)
+        attentions += ["varlen_attn", *flash, *["flex"] * m.compile]
+        heads += ["bf16", *(t.FP8_HEADS if fp8 else ())]
     for about, chosen, tried in (("attention", m.attention, attentions),
                                  ("head", m.head.kind, heads)):
         yield Line("ok", about, chosen if chosen != "auto" else f"{', '.join(tried)}: the warm-up "
