@@ -1405,7 +1405,8 @@ def keep_program(folder: Path) -> tuple[str, str]:
     source = Path(__file__).read_bytes()
     sha256 = hashlib.sha256(source).hexdigest()
     name = f"train_gpt_{sha256[:8]}.py"
-    write_whole(folder / name, lambda file: file.write(source))
+    if not (folder / name).exists():
+        write_whole(folder / name, lambda file: file.write(source))
     return name, sha256
 
 # -- 10 Run ----------------------------------------------------------------------------------------

@@ -34,8 +34,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import logs
+import plots
 import verify
-from logs import Run
+from logs import Run, hardware_of, target_of, track_of
 from speedup import MOST_RUNS, SpeedUp, mean, more_runs, sd, sound, speed_up, time_to_target
 
 HERE = Path(__file__).resolve().parent
@@ -45,22 +46,8 @@ BEGIN, END = "<!-- compare.py --leaderboard: begin -->", "<!-- compare.py --lead
 # -------------------------------------------------------------------------------------------------
 # Groups of runs
 
-def track_of(run: Run) -> str:
-    return run.track or "fineweb"
-
-
-def target_of(run: Run) -> float:
-    """Nats per token."""
-    return run.target or verify.TRACKS.get(track_of(run), verify.TRACKS["fineweb"])["target_loss"]
-
-
 def torch_of(run: Run) -> str | None:
     return run.torch
-
-
-def hardware_of(run: Run) -> str | None:
-    """`8 x NVIDIA H100 80GB HBM3`; None unless the log says both."""
-    return run.hardware or (f"{run.gpus} x {run.gpu}" if run.gpus and run.gpu else None)
 
 
 def distinct(values: Iterable[object]) -> list:
@@ -384,7 +371,7 @@ def write_board(readme: Path, check: bool) -> int:
         print(f"{readme.name}: " + ("up to date" if new == text else
                                     "stale; python records/compare.py --leaderboard renews it"))
         return int(new != text)
-    readme.write_text(new, encoding="utf-8")
+    plots.write(readme, new.encode())
     return 0
 
 
@@ -441,8 +428,6 @@ def report(given: argparse.Namespace, groups: list[Group], base: Group) -> list[
                 against(base, group, given.target, given.across_hardware) for group in groups]
     rows = [group_row(group, verdict, given.target) for group, verdict in zip(groups, verdicts)]
     cells, said = [group_cells(row) for row in rows], [verdict_line(row, base) for row in rows]
-    if given.plot or given.html:
-        import plots  # here, since it needs matplotlib
     if given.plot:
         plots.draw(groups, given.plot)
     if given.html:

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import verify
+
 KINDS = (".jsonl", ".txt", ".log", ".out")       # of files that may be logs
 APART = ("runs", "logs", "incomplete")           # folders that only sort a record's files
 GRACE = 20               # early logs restart the clock behind step 10: what came before is untimed
@@ -99,6 +101,21 @@ class Run:
     def final_loss(self) -> float | None:
         """Loss of the last validation, nats per token; None without one."""
         return self.validations[-1].loss if self.validations else None
+
+
+def track_of(run: Run) -> str:
+    """A log that names no track is one of modded-nanogpt's."""
+    return run.track or "fineweb"
+
+
+def target_of(run: Run) -> float:
+    """Nats per token."""
+    return run.target or verify.TRACKS.get(track_of(run), verify.TRACKS["fineweb"])["target_loss"]
+
+
+def hardware_of(run: Run) -> str | None:
+    """`8 x NVIDIA H100 80GB HBM3`; None unless the log says both."""
+    return run.hardware or (f"{run.gpus} x {run.gpu}" if run.gpus and run.gpu else None)
 
 
 # -------------------------------------------------------------------------------------------------

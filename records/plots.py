@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import numpy as np
 import verify
-from logs import Run
+from logs import Run, hardware_of, target_of, track_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,14 +108,13 @@ def sound(value: float | None) -> bool:
 # What is drawn
 
 def task_of(run: Run) -> tuple[str, float]:
-    """Track and target. A log that names neither is one of modded-nanogpt's."""
-    track = run.track or "fineweb"
-    pins = verify.TRACKS.get(track, verify.TRACKS["fineweb"])
-    return track, run.target if run.target and sound(run.target) else pins["target_loss"]
+    """Track and target; the track's own where a log names one that none can have."""
+    return track_of(run), target_of(run if sound(run.target) else replace(run, target=None))
 
 
-def hardware_of(runs: Iterable[Run]) -> str:
-    return ", ".join(dict.fromkeys(f"{run.gpus or '?'} x {run.gpu or 'unknown'}" for run in runs))
+def places_of(runs: Iterable[Run]) -> str:
+    return ", ".join(dict.fromkeys(
+        hardware_of(run) or f"{run.gpus or '?'} x {run.gpu or 'unknown'}" for run in runs))
 
 
 def series_of(groups: Sequence[Group], task: tuple[str, float]) -> list[Series]:
@@ -123,7 +122,7 @@ def series_of(groups: Sequence[Group], task: tuple[str, float]) -> list[Series]:
     found = []
     of_task = [(group.name, [run for run in group.runs if task_of(run) == task])
                for group in groups]
-    hardware = {hardware_of(runs) for _, runs in of_task if runs}
+    hardware = {places_of(runs) for _, runs in of_task if runs}
     for name, runs in of_task:
         if not runs:
             continue
@@ -131,7 +130,7 @@ def series_of(groups: Sequence[Group], task: tuple[str, float]) -> list[Series]:
         cut = len(runs) - len(complete)
         count = (f"n = {len(complete)}" + (f", {cut} cut short not drawn" if cut else "")
                  if complete else f"n = {cut}, cut short")
-        place = f", {short(hardware_of(runs), 40)}" if len(hardware) > 1 else ""
+        place = f", {short(places_of(runs), 40)}" if len(hardware) > 1 else ""
         look = LOOKS[len(found) % len(LOOKS)]
         found.append(Series(f"{short(name, 44)} ({count}{place})", complete or runs, look))
     return found
@@ -175,7 +174,7 @@ def history_of(groups: Sequence[Group], task: tuple[str, float]) -> dict[str, Hi
         times = [run.time_ms / 1000 for run in runs if sound(run.time_ms) and run.time_ms > 0]
         losses = [run.final_loss for run in runs if run.final_loss is not None]
         if dated and times and losses and np.mean(losses) <= task[1]:
-            found.setdefault(hardware_of(runs), []).append((*dated.groups(), float(np.mean(times))))
+            found.setdefault(places_of(runs), []).append((*dated.groups(), float(np.mean(times))))
     return {place: sorted(records, key=lambda record: record[0])
             for place, records in found.items()}
 

@@ -255,14 +255,12 @@ def check_finite(run: Run) -> None:
 
 
 def check_warmup(run: Run) -> None:
-    """Warm-up came once, before the first step, was undone, and had met every graph."""
+    """Warm-up came once, before all else, was undone, and had met every graph; and so again
+    wherever the run went on."""
     warmups = [at for at, event in enumerate(run.events) if event["event"] == "warmup"]
     begun = [at for at, event in enumerate(run.events) if event["event"] in ("start", "resume")]
-    if warmups != [at + 1 for at in begun] and (
-            len(begun) > 1 or len(warmups) != 1
-            or run.steps and run.steps[0]["line"] < warmups[0] + 1):
-        raise Refused("warm-up", "one, before the first step" if len(begun) == 1 else
-                      "one behind the start and each resume",
+    if warmups != [at + 1 for at in begun]:
+        raise Refused("warm-up", "one, right behind the start and each resume",
                       f"{len(warmups)}, in lines {[at + 1 for at in warmups][:5]}")
     for at in warmups:
         number(run.events[at], "seconds")

@@ -71,7 +71,8 @@ class Handler(BaseHTTPRequestHandler):
         state.requests.append((self.server.role, self.command, self.path, dict(self.headers)))
         try:
             if self.server.role == "cdn":
-                self.body(state.commits[parts[0]].get("/".join(parts[1:])), "/".join(parts[1:]))
+                name = "/".join(parts[1:])
+                self.body(state.commits[parts[0]].get(name), name)
             elif parts[:2] == ["api", "datasets"]:
                 self.listing("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
             else:

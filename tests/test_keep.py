@@ -3,6 +3,7 @@
 Processes that are killed are forks of this one: they run `main` as a user would, but need no second
 to import torch. RESUME_KILLS sets how many are killed at random moments.
 """
+import hashlib
 import json
 import os
 import random
@@ -319,6 +320,7 @@ def test_another_program_is_refused_unless_asked_for(
     other = tmp_path / "train_gpt.py"
     other.write_text(Path(train_gpt.__file__).read_text() + "# another\n")
     monkeypatch.setattr(train_gpt, "__file__", str(other))
+    monkeypatch.setattr(keep, "PROGRAM", hashlib.sha256(other.read_bytes()).hexdigest())
     capsys.readouterr()
     assert "program " in refusal(words(shards, records, resume="auto"), capsys)
     before = next(records.glob("*/*.jsonl")).read_text()

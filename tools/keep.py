@@ -35,14 +35,14 @@ from _model import read_checkpoint, t
 OWN = ("checkpoint_every", "resume", "resume_anyway")
 LOGS = ("txt", "jsonl")
 BORN = time.perf_counter()                   # seconds; wall time counts from here
+PROGRAM = sha256(Path(t.__file__).read_bytes()).hexdigest()  # now: it may be edited during the run
 
 
 class Stop:
     """Of SIGINT and SIGTERM, the first ends training behind its step, the second the process."""
 
     name, stepping = "", False
-    written: Path | None = None              # the newest checkpoint of this process's run
-    run: "KeptRun | None" = None
+    run: "KeptRun | None" = None             # of this process
 
     def __call__(self, number: int, frame) -> None:
         if self.name:
@@ -54,6 +54,8 @@ class Stop:
 
 class KeptRun(t.Run):
     """A run that saves what it is, at the intervals of `every`, and begins where `saved` ends."""
+
+    written: Path | None = None              # its newest checkpoint
 
     def __init__(self, s: t.Settings, machine: t.Machine, every: str, saved: dict | None,
                  stop: Stop):
@@ -71,7 +73,7 @@ class KeptRun(t.Run):
                     raise t.UserError(f"{saved['path']}: its tensors are not those of this model: "
                                       f"{name}")
                 tensor.copy_(state[name])
-            self.best, stop.written = tuple(saved["best"]), saved["path"]
+            self.best, self.written = tuple(saved["best"]), saved["path"]
             stages = [stage.first_step for stage in self.stages]
             self.resumed = dict(end=saved["end"], facts=dict(
                 file=saved["path"].name, step=saved["step"], stages=stages, **saved["differs"]))
@@ -114,11 +116,14 @@ class KeptRun(t.Run):
         end = end | dict(wall_s=earlier + self.last - BORN)
         total = t.total_steps(self.s)
         if log.writes and self.s.checkpoint:
+            if "stem" not in self.resumed:   # else `reopen` did: nobody else may go on with the log
+                for file in log.files:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if end["step"] < total:          # the last one is no event: every record has it
                 log.event("checkpoint", dict(step=end["step"],
                                              stall_ms=1000 * (self.last - began)))
             self.writing = self.pool.submit(self.write, log, stem, dict(
-                format=1, id=stem.name, program_sha256=program_hash(), settings=asdict(self.s),
+                format=1, id=stem.name, program_sha256=PROGRAM, settings=asdict(self.s),
                 step=end["step"], state=state, end=end, best=list(self.best),
                 sizes={kind: file.tell() for kind, file in zip(LOGS, log.files)}))
         if end["step"] == total or self.stop.name:
@@ -138,7 +143,7 @@ class KeptRun(t.Run):
                     file.flush()
                     os.fsync(file)
             t.write_whole(path, partial(torch.save, content))
-            self.stop.written = path
+            self.written = path
             found = {int(p.stem.rpartition("step")[2]): p
                      for p in stem.parent.glob(f"{stem.name}_step*.pt")}
             flat = [n for n in found if t.lr_scale(n - 1, self.s) == 1]
@@ -151,10 +156,6 @@ class KeptRun(t.Run):
                 log.line(f"checkpoint of step {step} not written: older ones are whole, training "
                          f"goes on: {error.__context__ or error}")
             self.failed = True
-
-
-def program_hash() -> str:
-    return sha256(Path(t.__file__).read_bytes()).hexdigest()
 
 
 def newest(s: t.Settings) -> Path | None:
@@ -180,7 +181,7 @@ def choose(s: t.Settings, resume: str, anyway: bool) -> dict | None:
     if "end" not in saved:
         raise t.UserError(f"{path}: written by train_gpt.py, at the end of a run; to go on "
                           "from a run, begin it with --checkpoint_every")
-    here = asdict(s) | {"program": program_hash()}
+    here = asdict(s) | {"program": PROGRAM}
     there = saved["settings"] | {"program": saved["program_sha256"]}
     bound = t.RECIPE_FIELDS | {"seed", "program"}
     differs = {name: (there.get(name), value) for name, value in here.items()
@@ -205,15 +206,6 @@ def reopen(saved: dict) -> list:
             raise t.UserError(f"{files[-1].name}: its run is still going on") from None
         files[-1].truncate(saved["sizes"][kind])
     return files
-
-
-class LockedLog(t.Log):
-    """A log that no second process goes on with while this one lives."""
-
-    def __init__(self, stem: Path, writes: bool, mode: str = "x"):
-        super().__init__(stem, writes, mode)
-        for file in self.files if mode == "x" else []:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def own_words(words: list[str]) -> tuple[dict, list[str]]:
@@ -247,11 +239,10 @@ def run(words: list[str], stop: Stop) -> int:
                 f"{name} {pair}" for name, pair in saved["differs"].items()))
         elif int(os.environ.get("RANK", 0)) == 0:
             locks = reopen(saved)
-    t.Log = LockedLog
     part = partial(KeptRun, every=given["checkpoint_every"], saved=saved, stop=stop)
     try:
         code, total = t.run_once(s, changed, part), f"_step{t.total_steps(s)}"
-        last = stop.written
+        last = stop.run.written
         if code == 3:
             print(f"keep.py: parameters that were not finite first: {stop.run.first_bad()}; the "
                   f"last good checkpoint: {last}", file=sys.stderr)
